@@ -1,0 +1,1 @@
+"""Random numbers, sampling parameters and the processed target distribution."""
