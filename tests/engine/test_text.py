@@ -1,0 +1,129 @@
+"""Tokenizer folders, chat templates and streaming, on a byte-level tokenizer made here."""
+
+import json
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from dflash_jax.engine.text import TextStream, TextTokenizer, eos_ids
+
+TEMPLATE = (
+    "{% for message in messages %}\n"
+    "<s>{{ message.role }}:{{ message.content }}{{ eos_token }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with one token a byte (ids 0..255 in alphabet order) and two special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+    return tmp_path
+
+
+def test_text_survives_encode_and_decode(folder):
+    tokenizer = TextTokenizer.load(folder)
+    assert tokenizer.vocab_size == 258
+    text = "Grüße, 世界 🙂\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(text)) == len(text.encode())
+
+
+def test_stream_pieces_join_to_the_text_for_every_split(folder):
+    tokenizer = TextTokenizer.load(folder)
+    text = "aé世🙂b"
+    ids = tokenizer.encode(text)
+    for size in range(1, len(ids) + 1):
+        stream = TextStream(tokenizer)
+        pieces = [stream.push(ids[start : start + size]) for start in range(0, len(ids), size)]
+        pieces.append(stream.finish())
+        assert "".join(pieces) == text
+        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_stream_holds_a_character_back_until_its_last_byte(folder):
+    tokenizer = TextTokenizer.load(folder)
+    stream = TextStream(tokenizer)
+    pieces = [stream.push([token]) for token in tokenizer.encode("é🙂")]
+    assert pieces == ["", "é", "", "", "", "🙂"]
+
+
+def test_stream_shows_bytes_that_never_became_a_character_at_the_end(folder):
+    tokenizer = TextTokenizer.load(folder)
+    first_byte = tokenizer.encode("é")[0]
+    stream = TextStream(tokenizer)
+    assert stream.push([*tokenizer.encode("a"), first_byte]) == ""
+    assert stream.finish() == "a\N{REPLACEMENT CHARACTER}"
+    assert stream.finish() == ""
+
+
+def test_special_tokens_are_not_shown(folder):
+    tokenizer = TextTokenizer.load(folder)
+    ids = tokenizer.encode("a</s>")
+    assert len(ids) == 2
+    stream = TextStream(tokenizer)
+    assert [stream.push(ids[:1]), stream.push(ids[1:]), stream.finish()] == ["a", "", ""]
+
+
+def test_chat_renders_the_template_and_opens_the_answer(folder):
+    tokenizer = TextTokenizer.load(folder)
+    ids = tokenizer.chat([{"role": "user", "content": "hi"}])
+    expected = tokenizer.encode("<s>user:hi</s>\n<s>assistant:")
+    assert ids == expected
+
+
+def test_a_template_file_wins_over_the_settings(folder):
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}", "utf-8")
+    tokenizer = TextTokenizer.load(folder)
+    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "ä"}])) == '"ä"'
+
+
+def test_the_default_of_several_templates_is_used(folder):
+    templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}), "utf-8")
+    assert TextTokenizer.load(folder).chat_template == "d"
+
+
+def test_template_faults_are_value_errors(folder):
+    message = [{"role": "user", "content": "hi"}]
+    for source, expected in (
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for %}", "chat_template"),
+        ("{{ messages.append(1) }}", "chat_template"),
+        ("{{ ''.__class__.__mro__ }}", "chat_template"),
+    ):
+        (folder / "chat_template.jinja").write_text(source, "utf-8")
+        with pytest.raises(ValueError, match=expected):
+            TextTokenizer.load(folder).chat(message)
+
+
+def test_missing_files_are_value_errors(tmp_path, folder):
+    with pytest.raises(ValueError, match=r"tokenizer: expected .*tokenizer\.json"):
+        TextTokenizer.load(tmp_path / "nowhere")
+    (folder / "tokenizer_config.json").write_text("{}", "utf-8")
+    with pytest.raises(ValueError, match="chat_template: expected one"):
+        TextTokenizer.load(folder).chat([])
+    (folder / "tokenizer_config.json").write_text("{", "utf-8")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: expected JSON"):
+        TextTokenizer.load(folder)
+
+
+def test_eos_ids_come_from_the_first_file_that_names_them(tmp_path):
+    assert eos_ids(tmp_path) == frozenset()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"text_config": {"eos_token_id": 4}}), "utf-8")
+    assert eos_ids(tmp_path) == {4}
+    config.write_text(json.dumps({"eos_token_id": 3, "text_config": {"eos_token_id": 4}}), "utf-8")
+    assert eos_ids(tmp_path) == {3}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}), "utf-8")
+    assert eos_ids(tmp_path) == {1, 2}
