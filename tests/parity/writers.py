@@ -1,0 +1,273 @@
+"""Writes random Qwen3.5-family targets and DFlash drafts as real checkpoint folders.
+
+The models are the published PyTorch implementations (transformers, dflash). Every parameter is
+drawn anew, because the default initialisation is so small, and its norms so neutral, that many
+mistakes would hide below any tolerance. Folders are what `save_pretrained` leaves behind, except
+that the DFlash2 codebooks get the names of released files.
+"""
+
+import copy
+import json
+from pathlib import Path
+
+import dflash.model
+import torch
+import transformers
+from safetensors.torch import save_file
+
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
+
+_TARGET_BASE = dict(
+    rms_norm_eps=1e-6,
+    max_position_embeddings=512,
+    attention_bias=False,
+    hidden_act="silu",
+    tie_word_embeddings=False,
+)
+_VISION = dict(
+    depth=1,
+    hidden_size=16,
+    intermediate_size=16,
+    num_heads=2,
+    patch_size=4,
+    num_position_embeddings=16,
+)
+
+# Odd head ratios, odd vocabularies, two rotary fractions, kernels 2 to 5, key dim != value dim.
+_ATTENTION = {
+    "grouped": dict(
+        hidden_size=48,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=131,
+        layer_types=[LINEAR, LINEAR, FULL, LINEAR, FULL],
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        linear_conv_kernel_dim=4,
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=1e4,
+            partial_rotary_factor=0.5,
+            mrope_section=[2, 1, 1],
+            mrope_interleaved=True,
+        ),
+    ),
+    "single_kv": dict(
+        hidden_size=64,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=32,
+        vocab_size=97,
+        layer_types=[FULL, LINEAR, LINEAR],
+        linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=3,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=1e6,
+            partial_rotary_factor=0.25,
+            mrope_section=[2, 1, 1],
+            mrope_interleaved=True,
+        ),
+    ),
+    "ungrouped": dict(
+        hidden_size=40,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=24,
+        vocab_size=113,
+        layer_types=[LINEAR, LINEAR, LINEAR, FULL],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=12,
+        linear_value_head_dim=20,
+        linear_conv_kernel_dim=5,
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=5e5,
+            partial_rotary_factor=0.5,
+            mrope_section=[2, 2, 2],
+            mrope_interleaved=True,
+        ),
+    ),
+}
+_MOE = {
+    "grouped": dict(num_experts=5, num_experts_per_tok=1),
+    "single_kv": dict(num_experts=8, num_experts_per_tok=3),
+    "ungrouped": dict(num_experts=6, num_experts_per_tok=2),
+}
+TARGET_GEOMETRIES = tuple(_ATTENTION)
+# The multimodal class nests its names and config; the text-only class does not.
+_MULTIMODAL = {"grouped", "ungrouped"}
+
+DRAFT_GEOMETRIES = {
+    # No `is_causal`: the published rule makes the sliding layers causal.
+    "mixed": dict(
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=56,
+        layer_types=[SLIDING, SLIDING, FULL],
+        sliding_window=7,
+        rope_theta=1e4,
+        block_size=6,
+        rms_norm_eps=1e-6,
+        conv_kernel_size=2,
+        conv_group_size=8,
+        selector_rank=5,
+        selector_top_k=6,
+    ),
+    "full": dict(
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=24,
+        intermediate_size=40,
+        layer_types=[FULL, FULL],
+        sliding_window=None,
+        rope_theta=1e7,
+        block_size=5,
+        rms_norm_eps=1e-5,
+        conv_kernel_size=3,
+        conv_group_size=4,
+        selector_rank=8,
+        selector_top_k=4,
+    ),
+    # The window is narrower than the block, so it also cuts inside the block.
+    "narrow": dict(
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=48,
+        layer_types=[SLIDING, SLIDING, SLIDING],
+        sliding_window=4,
+        is_causal=False,
+        rope_theta=5e5,
+        block_size=8,
+        rms_norm_eps=1e-6,
+        conv_kernel_size=1,
+        conv_group_size=2,
+        selector_rank=16,
+        selector_top_k=3,
+    ),
+}
+# Taps by number of target layers: not ascending, one of them the first block.
+_TAPS = {5: [1, 3, 0], 3: [1, 0], 4: [2, 0, 1]}
+
+
+def _fan_in(name: str, parameter: torch.Tensor) -> int:
+    if name.endswith("conv1d.weight"):
+        return parameter.shape[-1]
+    return 1 if "embed" in name or "codebook" in name else parameter.shape[-1]
+
+
+@torch.no_grad()
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Draws every parameter: matrices with unit gain, norms around their neutral value."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("A_log"):
+            parameter.copy_(0.5 * noise)
+        elif name.endswith("dt_bias"):
+            parameter.copy_(noise - 1.0)
+        elif name.endswith("base_kernel"):
+            parameter.copy_(0.4 * noise)
+            parameter[:, 0] += 1.0
+        elif name.endswith("kernel_projection.weight"):
+            parameter.copy_(0.3 * noise / parameter.shape[-1] ** 0.5)
+        elif parameter.ndim == 1:
+            # Neutral is 0 for the offset norms of the target and 1 for every plain norm.
+            parameter.copy_(parameter.mean().round() + 0.3 * noise)
+        else:
+            parameter.copy_(noise / _fan_in(name, parameter) ** 0.5)
+
+
+def make_target(geometry: str, *, moe: bool, seed: int = 0) -> torch.nn.Module:
+    """A random float32 target of a named geometry, in evaluation mode."""
+    text = {**_TARGET_BASE, **copy.deepcopy(_ATTENTION[geometry])}
+    text["num_hidden_layers"] = len(text["layer_types"])
+    if moe:
+        text |= dict(moe_intermediate_size=24, shared_expert_intermediate_size=20, **_MOE[geometry])
+    else:
+        text |= dict(intermediate_size=72)
+    family = "Qwen3_5Moe" if moe else "Qwen3_5"
+    if geometry in _MULTIMODAL:
+        config = getattr(transformers, f"{family}Config")(
+            text_config=text,
+            vision_config={**_VISION, "out_hidden_size": text["hidden_size"]},
+            tie_word_embeddings=text["tie_word_embeddings"],
+        )
+        model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    else:
+        config = getattr(transformers, f"{family}TextConfig")(**text)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model = model.to(torch.float32).eval()
+    randomize(model, seed)
+    return model
+
+
+def write_target(folder: Path, geometry: str, *, moe: bool, seed: int = 0) -> torch.nn.Module:
+    """Saves a random target to `folder` with `save_pretrained` and returns it."""
+    model = make_target(geometry, moe=moe, seed=seed)
+    model.save_pretrained(folder)
+    return model
+
+
+def make_draft(geometry: str, text_config, *, dflash2: bool, seed: int = 1) -> torch.nn.Module:
+    """A random float32 draft of a named geometry for a target's text config."""
+    values = copy.deepcopy(DRAFT_GEOMETRIES[geometry])
+    section = dict(
+        block_size=values.pop("block_size"),
+        mask_token_id=text_config.vocab_size - 1,
+        target_layer_ids=_TAPS[text_config.num_hidden_layers],
+    )
+    extra = {
+        name: values.pop(name)
+        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    }
+    if dflash2:
+        section |= extra
+    config = transformers.Qwen3Config(
+        hidden_size=text_config.hidden_size,
+        vocab_size=text_config.vocab_size,
+        num_hidden_layers=len(values["layer_types"]),
+        use_sliding_window=values["sliding_window"] is not None,
+        rope_parameters=dict(rope_type="default", rope_theta=values.pop("rope_theta")),
+        max_position_embeddings=512,
+        num_target_layers=text_config.num_hidden_layers,
+        dflash_config=section,
+        **values,
+    )
+    cls = dflash.model.DFlash2DraftModel if dflash2 else dflash.model.DFlashDraftModel
+    model = cls(config).to(torch.float32).eval()
+    randomize(model, seed)
+    return model
+
+
+def save_draft(folder: Path, model: torch.nn.Module) -> None:
+    """Saves a draft under the tensor names of released files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    config["architectures"] = [type(model).__name__]
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    tensors = {
+        name.replace("_codebook.weight", "_codebook"): tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_draft(
+    folder: Path, geometry: str, text_config, *, dflash2: bool, seed: int = 1
+) -> torch.nn.Module:
+    """Saves a random draft to `folder` and returns it."""
+    model = make_draft(geometry, text_config, dflash2=dflash2, seed=seed)
+    save_draft(folder, model)
+    return model
