@@ -1,0 +1,123 @@
+"""Dynamic grouped convolution of a DFlash2 layer, before (side 0) and after (side 1) a branch.
+
+Channel h belongs to group h // G. Tap 0 multiplies the current column, tap t the column t before
+it in the same block; nothing lies before column 0.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from dflash_jax.ops.linear import linear_split
+from dflash_jax.ops.norm import plain_rmsnorm
+
+
+@struct.dataclass(kw_only=True)
+class Prepared:
+    """What a branch reads, and what its finish needs later."""
+
+    # [B, W, H] out_dtype, the branch's input.
+    prepared: jax.Array
+    # [B, W, taps, H/G] out_dtype, increments of side 1.
+    finish_delta: jax.Array
+
+
+def prepare(x, norm_weight, base, projection, *, eps, out_dtype):
+    """Norms a residual, takes the increments of both sides from it and convolves side 0.
+
+    n = plain_rmsnorm(x); d = projection n;
+    prepared[i, h] = sum_t (base[0, t, h] + d[i, 0, t, h // G]) * n[i - t, h], t <= i.
+
+    Args:
+      x:           [B, W, H] float, the residual.
+      norm_weight: [H] float, the layer norm before the branch.
+      base:        [2, taps, H] float, whole coefficients (no implicit 1).
+      projection:  [2*taps*H/G, H] bf16 or fp32; row (side*taps + tap)*H/G + group.
+      eps:         Python float.
+      out_dtype:   dtype of the two results.
+    Returns:
+      Prepared.
+    Numeric: n and the increments of side 0 are never rounded; prepared and finish_delta once.
+    Raises: ValueError for shapes.
+    Source: the DFlash reference document, dynamic convolution; contracts 5.5.
+    """
+    normed = plain_rmsnorm(x, norm_weight, eps)
+    delta = increments(normed, projection, taps=base.shape[1])
+    return Prepared(
+        prepared=_rounded(apply_taps(normed, base[0], delta[:, :, 0]), out_dtype),
+        finish_delta=_rounded(delta[:, :, 1], out_dtype),
+    )
+
+
+def finish(residual, z, base, finish_delta):
+    """Convolves a branch's output with side 1 and adds it to the residual.
+
+    out[i, h] = residual[i, h] + sum_t (base[1, t, h] + finish_delta[i, t, h // G]) * z[i - t, h].
+
+    Args:
+      residual:     [B, W, H] float.
+      z:            [B, W, H] fp32, the branch's projected output, unrounded.
+      base:         [2, taps, H] float.
+      finish_delta: [B, W, taps, H/G] float, from prepare of the same branch.
+    Returns:
+      [B, W, H], dtype of residual; the only rounding.
+    Raises: ValueError for shapes.
+    Source: contracts 5.5.
+    """
+    total = residual.astype(jnp.float32) + apply_taps(z, base[1], finish_delta)
+    return total.astype(residual.dtype)
+
+
+def increments(normed, projection, *, taps):
+    """Projects normed columns to the increments of both sides: d[b, i, side, tap, group].
+
+    Args:
+      normed:     [B, W, H] fp32, unrounded.
+      projection: [2*taps*groups, H] bf16 or fp32.
+      taps:       columns a side reads. Static.
+    Returns:
+      [B, W, 2, taps, groups] fp32.
+    Raises: ValueError if the rows are not a multiple of 2*taps.
+    Source: contracts 5.5.
+    """
+    rows = projection.shape[0]
+    if rows % (2 * taps):
+        raise ValueError(f"projection: expected a multiple of {2 * taps} rows, got {rows}")
+    return linear_split(normed, projection).reshape(*normed.shape[:2], 2, taps, -1)
+
+
+def apply_taps(x, base, delta):
+    """Convolves columns: out[i, h] = sum_(t <= i) (base[t, h] + delta[i, t, h // G]) * x[i - t, h].
+
+    Args:
+      x:     [B, W, H] float.
+      base:  [taps, H] float.
+      delta: [B, W, taps, groups] float; column i's increments serve all its taps.
+    Returns:
+      [B, W, H] fp32. Column i reads columns i-taps+1..i of its own row alone.
+    Numeric: fp32, tap 0 first.
+    Raises: ValueError for shapes or if groups do not divide H.
+    Source: contracts 5.5.
+    """
+    batch, width, hidden = x.shape
+    taps, groups = base.shape[0], delta.shape[-1]
+    if base.shape != (taps, hidden) or hidden % groups:
+        raise ValueError(f"base: expected [taps, {hidden}], groups {groups}, got {base.shape}")
+    if delta.shape != (batch, width, taps, groups):
+        raise ValueError(f"delta: expected {(batch, width, taps, groups)}, got {delta.shape}")
+    coefficient = delta.astype(jnp.float32)[..., None] + base.astype(jnp.float32).reshape(
+        taps, groups, hidden // groups
+    )
+    grouped = x.astype(jnp.float32).reshape(batch, width, groups, hidden // groups)
+    total = coefficient[:, :, 0] * grouped
+    for tap in range(1, min(taps, width)):
+        # Only columns that have one read a previous column; no row index is ever clamped.
+        total = total.at[:, tap:].add(coefficient[:, tap:, tap] * grouped[:, : width - tap])
+    return total.reshape(batch, width, hidden)
+
+
+def _rounded(x, dtype):
+    # Explicit: inside one program XLA may drop a cast to bf16 that is widened again.
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
