@@ -1,0 +1,138 @@
+"""Routed experts: the choice of experts, and the SwiGLU of each token's experts."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+# Up to here every active expert multiplies all tokens: more products, but no sort by expert.
+_FEW_TOKENS = 128
+# Beyond: assignments sorted by expert in tiles of rows, some tiles a step.
+_TILE_ROWS = 128
+_TILES_PER_STEP = 16
+
+
+@struct.dataclass(kw_only=True)
+class Routing:
+    """The experts of every token, best first."""
+
+    # [T, k] int32, distinct within a token.
+    experts: jax.Array
+    # [T, k] fp32, sums to 1.
+    weights: jax.Array
+
+
+def route(logits, experts_per_token):
+    """Chooses the experts of every token: the k largest logits, equal ones by lower expert id.
+
+    weights = softmax over all experts, restricted to the chosen and divided by their sum, which
+    is the softmax of the chosen logits.
+
+    Args:
+      logits:            [T, E] fp32.
+      experts_per_token: k <= E. Static.
+    Returns:
+      Routing.
+    Raises: ValueError for shapes, dtypes or k.
+    Source: contracts 6.3.6.
+    """
+    if logits.ndim != 2 or logits.dtype != jnp.float32:
+        raise ValueError(f"logits: expected float32 [T, E], got {logits.dtype} {logits.shape}")
+    if not 0 < experts_per_token <= logits.shape[1]:
+        raise ValueError(
+            f"experts_per_token: expected 1..{logits.shape[1]}, got {experts_per_token}"
+        )
+    chosen, experts = lax.top_k(jnp.where(logits == 0, 0.0, logits), experts_per_token)
+    return Routing(experts=experts, weights=jax.nn.softmax(chosen, axis=-1))
+
+
+def expert_mlp(x, routing, gate_up, down, out_dtype):
+    """Applies to every token its experts: y = sum_j w_j * down_e (silu(gate_e x) * up_e x).
+
+    Args:
+      x:         [T, H] float.
+      routing:   Routing of the T tokens.
+      gate_up:   [E, 2I, H], dtype of x; gate rows, then up rows.
+      down:      [E, H, I], dtype of x.
+      out_dtype: dtype of the result.
+    Returns:
+      [T, H] out_dtype. A token's result depends on no other token: dead ones may be NaN.
+    Numeric: products and sums in fp32 (fp32 operands: no TF32); the SwiGLU product is rounded to
+      the dtype of x; experts are summed best first, in fp32.
+    Effects: none. At most [T, E, 2I] fp32 (few tokens) or [T, k, H] fp32 is held.
+    Raises: ValueError for shapes or dtypes.
+    Source: contracts 6.3.6.
+    """
+    tokens, hidden = x.shape
+    experts, inner = down.shape[0], down.shape[2]
+    if gate_up.shape != (experts, 2 * inner, hidden) or down.shape[1] != hidden:
+        raise ValueError(
+            f"gate_up, down: expected [E, 2I, {hidden}], [E, {hidden}, I], "
+            f"got {gate_up.shape}, {down.shape}"
+        )
+    if not x.dtype == gate_up.dtype == down.dtype:
+        raise ValueError(f"x: expected dtype {gate_up.dtype} = {down.dtype}, got {x.dtype}")
+    if routing.experts.shape[0] != tokens:
+        raise ValueError(f"routing: expected {tokens} tokens, got {routing.experts.shape}")
+    by_choice = _all_tokens_of_active_experts if tokens <= _FEW_TOKENS else _tiles_of_experts
+    outputs = by_choice(x, routing.experts, gate_up, down)
+    total = routing.weights[:, 0, None] * outputs[:, 0]
+    for choice in range(1, outputs.shape[1]):
+        total = total + routing.weights[:, choice, None] * outputs[:, choice]
+    return total.astype(out_dtype)
+
+
+def _all_tokens_of_active_experts(x, experts, gate_up, down):
+    """[T, k, H] fp32 for few tokens: reads an expert once, and only active ones if that is less."""
+    tokens, k = experts.shape
+    slot = experts
+    if tokens * k < gate_up.shape[0]:
+        active = jnp.unique(experts, size=tokens * k, fill_value=0)
+        slot = jnp.argmax(experts[:, :, None] == active, axis=-1)
+        gate_up, down = gate_up[active], down[active]
+    rows = jnp.broadcast_to(x, (gate_up.shape[0], *x.shape))
+    outputs = _swiglu(rows, gate_up, down)
+    return outputs[slot, jnp.arange(tokens)[:, None]]
+
+
+def _tiles_of_experts(x, experts, gate_up, down):
+    """[T, k, H] fp32 for many tokens: tiles of assignments that share an expert."""
+    tokens, k = experts.shape
+    num_experts, assignments = gate_up.shape[0], tokens * k
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    counts = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
+    tiles = -(-counts // _TILE_ROWS)
+    end, tile_end = jnp.cumsum(counts), jnp.cumsum(tiles)
+    bound = assignments // _TILE_ROWS + min(num_experts, assignments)
+
+    def step(outputs, tile):
+        expert = jnp.searchsorted(tile_end, tile, side="right").astype(jnp.int32)
+        expert = jnp.minimum(expert, num_experts - 1)
+        number = tile - (tile_end - tiles)[expert]
+        place = (end - counts)[expert] + number * _TILE_ROWS
+        place = place[:, None] + jnp.arange(_TILE_ROWS, dtype=jnp.int32)
+        live = (place < end[expert][:, None]) & (tile < tile_end[-1])[:, None]
+        assignment = order[jnp.minimum(place, assignments - 1)]
+        result = _swiglu(x[assignment // k], gate_up[expert], down[expert])
+        target = jnp.where(live, assignment, assignments)
+        return outputs.at[target].set(result, mode="drop"), None
+
+    steps = -(-bound // _TILES_PER_STEP)
+    by_step = jnp.arange(steps * _TILES_PER_STEP, dtype=jnp.int32).reshape(steps, -1)
+    empty = jnp.zeros((assignments, x.shape[1]), jnp.float32)
+    outputs, _ = lax.scan(step, empty, by_step)
+    return outputs.reshape(tokens, k, -1)
+
+
+def _swiglu(rows, gate_up, down):
+    """[n, R, H] fp32 from rows [n, R, H] and one expert a leading index."""
+    gate, up = jnp.split(_products(rows, gate_up), 2, axis=-1)
+    return _products((jax.nn.silu(gate) * up).astype(rows.dtype), down)
+
+
+def _products(rows, kernels):
+    precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    return jnp.einsum(
+        "nri,noi->nro", rows, kernels, precision=precision, preferred_element_type=jnp.float32
+    )
