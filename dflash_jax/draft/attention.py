@@ -1,0 +1,82 @@
+"""Attention of one draft layer: the block's columns over the context and one another."""
+
+import jax
+from flax import linen as nn
+from flax import struct
+
+from dflash_jax.config import DraftConfig, DraftKind, DtypePolicy, LayerKind
+from dflash_jax.layers import FusedLinear, Linear, RMSNorm
+from dflash_jax.ops.rope import rope_1d
+from dflash_jax.ops.sliding_window_attention import sliding_window_attention
+from dflash_jax.ops.softmax_attention import softmax_attention
+
+
+@struct.dataclass
+class DraftColumns:
+    """Where the columns of one block stand.
+
+    positions: [B, W] int32, cache positions F + j.
+    frontier:  [B] int32, F_ctx = F: context that the columns may see.
+    live:      [B] int32, columns that exist: DFlash Q, DFlash2 W.
+    slot:      [B] int32, ring of each row.
+    table:     [B, max_pages] int32, pages of each row.
+    """
+
+    positions: jax.Array
+    frontier: jax.Array
+    live: jax.Array
+    slot: jax.Array
+    table: jax.Array
+
+
+class DraftAttention(nn.Module):
+    """W_o attention(q, [K_ctx; k], [V_ctx; v]); full-width scalar rotation, plain head norms.
+
+    `layer` selects the kind and the causal flag. Source: contracts 5.2 and 5.3.
+    """
+
+    config: DraftConfig
+    dtypes: DtypePolicy
+    layer: int
+
+    def setup(self):
+        config, param = self.config, self.dtypes.param_dtype
+        query, rows = (n * config.head_dim for n in (config.query_heads, config.kv_heads))
+        self.qkv = FusedLinear(
+            segments=(("query", query), ("key", rows), ("value", rows)),
+            inputs=config.hidden,
+            param_dtype=param,
+        )
+        self.query_norm = RMSNorm(config.head_dim, config.norm_eps, offset=False)
+        self.key_norm = RMSNorm(config.head_dim, config.norm_eps, offset=False)
+        self.output = Linear(config.hidden, query, param)
+
+    def __call__(self, x, columns: DraftColumns, store, out_dtype):
+        """x [B, W, H], and this layer's `KVRing` or `KVPages` -> [B, W, H] out_dtype."""
+        config, dtype = self.config, self.dtypes.activation_dtype
+        parts = self.qkv(x, dtype)
+        query, key, value = (
+            parts[name].reshape(*x.shape[:2], -1, config.head_dim)
+            for name in ("query", "key", "value")
+        )
+        query = self._head_norm_rope(query, self.query_norm, columns.positions)
+        key = self._head_norm_rope(key, self.key_norm, columns.positions)
+        causal, scale = config.causal[self.layer], config.head_dim**-0.5
+        if config.layer_types[self.layer] == LayerKind.SLIDING:
+            mixed = sliding_window_attention(
+                query, key, value, store.key, store.value, columns.slot, columns.frontier,
+                columns.live, window=config.window, causal=causal, scale=scale,
+            )
+        else:
+            mixed = softmax_attention(
+                query, key, value, store.key, store.value, columns.table, columns.frontier,
+                columns.live, block_mask="causal" if causal else "full", scale=scale,
+            )
+        return self.output(mixed.reshape(*x.shape[:2], -1).astype(dtype), out_dtype)
+
+    def _head_norm_rope(self, x, norm, positions):
+        dtype = self.dtypes.activation_dtype
+        normed = norm(x)
+        if self.config.kind == DraftKind.DFLASH:
+            normed = normed.astype(dtype)
+        return rope_1d(normed, positions, self.config.rope_theta).astype(dtype)

@@ -1,0 +1,52 @@
+"""Conditioning features, and from them the context K/V of all draft layers in one product."""
+
+import jax.numpy as jnp
+from flax import linen as nn
+
+from dflash_jax.config import DraftConfig, DraftKind, DtypePolicy
+from dflash_jax.layers import Linear, RMSNorm
+from dflash_jax.ops.context_kv_materialize import context_kv_materialize
+
+
+class ContextProjection(nn.Module):
+    """c = plain_rmsnorm(W_feature s); K and V of every layer from c.
+
+    `key_value` stacks, per layer, the K rows then the V rows; `key_norm` is [n_draft, D]. Both are
+    copies of the layers' own, so that one large product serves all layers. Source: contracts 4.
+    """
+
+    config: DraftConfig
+    dtypes: DtypePolicy
+
+    def setup(self):
+        config, param = self.config, self.dtypes.param_dtype
+        rows = config.draft_layers * 2 * config.kv_heads * config.head_dim
+        self.feature_projection = Linear(config.hidden, config.feature_width, param)
+        self.norm = RMSNorm(config.hidden, config.norm_eps, offset=False)
+        self.key_value = Linear(rows, config.hidden, param)
+        shape = (config.draft_layers, config.head_dim)
+        self.key_norm = self.param("key_norm", nn.initializers.ones, shape, jnp.float32)
+
+    def conditioning(self, features):
+        """s_t [B, T, n_tap * H] -> c_t [B, T, H]; rounded after the projection and the norm."""
+        dtype = self.dtypes.activation_dtype
+        return self.norm(self.feature_projection(features, dtype)).astype(dtype)
+
+    def __call__(self, features, positions):
+        """[B, T, n_tap * H] at cache positions [B, T] -> per layer (key, value) rows.
+
+        Each is [B, T, Hkv, D], as the rings and pages store it.
+        """
+        config = self.config
+        projected = self.key_value(self.conditioning(features), jnp.float32)
+        return context_kv_materialize(
+            projected,
+            self.key_norm,
+            positions,
+            kv_heads=config.kv_heads,
+            eps=config.norm_eps,
+            theta=config.rope_theta,
+            rounded=config.kind == DraftKind.DFLASH,
+            key_dtype=self.dtypes.activation_dtype,
+            value_dtype=self.dtypes.context_value_dtype,
+        )

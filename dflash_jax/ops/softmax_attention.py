@@ -1,0 +1,87 @@
+"""Grouped-query attention over paged context and the block's own columns."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from dflash_jax.ops.attention import attend, block_visibility, combine, fold_heads, unfold_heads
+
+# Context positions that one pass gathers from the pages: bounds the scratch at long contexts.
+CONTEXT_BLOCK = 8192
+
+
+def softmax_attention(
+    query, block_key, block_value, key_pages, value_pages, table, frontier, live, *,
+    block_mask, scale,
+):
+    """Attends the block's columns to [0, frontier) in pages and to one another.
+
+    Column j has position frontier + j. It sees every context position and, inside the block, the
+    columns that `block_mask` names.
+
+    Args:                                                                  (B rows, W columns)
+      query:       [B, W, Hq, D] bf16 or fp32, normed and rotated.
+      block_key, block_value: [B, W, Hkv, D], dtypes of their own.
+      key_pages, value_pages: [Hkv, num_pages, page, D].
+      table:       [B, max_pages] int32; an unmapped entry is num_pages.
+      frontier:    [B] int32, tokens in the context.
+      live:        [B] int32, block columns that exist, 0..W.
+      block_mask:  "causal", "full" or bool [B, W, W] (row = query, column = key).
+      scale:       score multiplier. Static.
+    Returns:
+      [B, W, Hq, D] in query's dtype; columns >= live are exactly zero.
+    Numeric: scores, softmax and sums in fp32; one rounding, at the output.
+    Effects: none. Page bytes at positions >= frontier, unmapped pages and columns >= live may hold
+      anything, NaN included, and never reach the result.
+    Raises: ValueError for shapes.
+    Source: contracts 5.3 and 6.4.
+    """
+    batch, width, heads, dim = query.shape
+    kv_heads, num_pages, page, _ = key_pages.shape
+    if heads % kv_heads or block_key.shape != (batch, width, kv_heads, dim):
+        raise ValueError(
+            f"block_key: expected {(batch, width, kv_heads, dim)} with {heads} query heads a "
+            f"multiple of {kv_heads}, got {block_key.shape}"
+        )
+    folded = fold_heads(query, kv_heads)
+    alive = jnp.arange(width)[None, :] < live[:, None]
+
+    def context_part(table, first_page: int, last_page: int):
+        ids = jnp.minimum(table[:, first_page:last_page], num_pages - 1)
+        tokens = (last_page - first_page) * page
+        key, value = (
+            jnp.moveaxis(pool[:, ids], 0, 1).reshape(batch, kv_heads, tokens, dim)
+            for pool in (key_pages, value_pages)
+        )
+        position = first_page * page + jnp.arange(tokens)
+        visible = alive[:, :, None] & (position[None, None, :] < frontier[:, None, None])
+        return attend(folded, key, value, visible, scale)
+
+    own_key, own_value = (jnp.moveaxis(x, 1, 2) for x in (block_key, block_value))
+    visible = block_visibility(block_mask, batch, width, live)
+    parts = [attend(folded, own_key, own_value, visible, scale)]
+    step = max(1, CONTEXT_BLOCK // page)
+    for first in range(0, table.shape[1], step):
+        if first:
+            # Orders the gathers, so that one gathered stretch is alive at a time.
+            table, parts = lax.optimization_barrier((table, parts))
+        parts.append(context_part(table, first, min(first + step, table.shape[1])))
+    return unfold_heads(combine(*parts), width).astype(query.dtype)
+
+
+def ancestor_mask(parent):
+    """Visibility of a block whose columns form a tree: each column sees itself and its ancestors.
+
+    Args:
+      parent: [B, W] int32, parent[b, c] < c for c > 0; column 0 is the root (its own parent).
+    Returns:
+      [B, W, W] bool, row = query column, column = key column. For a chain this is causal.
+    Source: contracts 8.2.
+    """
+    width = parent.shape[1]
+    columns = jnp.arange(width)
+    own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (*parent.shape, width))
+    mask = own
+    for column in range(1, width):
+        inherited = jnp.take_along_axis(mask, parent[:, column][:, None, None], axis=1)[:, 0]
+        mask = mask.at[:, column].set(inherited | (columns == column)[None, :])
+    return mask

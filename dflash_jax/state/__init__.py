@@ -1,0 +1,1 @@
+"""The state of decoding: frozen pytrees and their local transitions."""

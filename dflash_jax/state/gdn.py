@@ -1,0 +1,81 @@
+"""State of one Gated DeltaNet layer, the records of a round, and the fold that applies them."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dflash_jax.config import GdnConfig
+from dflash_jax.ops.causal_conv1d import shift_history
+from dflash_jax.ops.gated_delta_rule import gated_delta_fold
+
+
+@struct.dataclass
+class GdnState:
+    """Recurrent and convolution state of one layer, for every slot.
+
+    recurrent: [slots, Hv, Dv, Dk] fp32; written by prefill and commit.
+    conv:      [slots, kernel - 1, channels] bf16, projected inputs, oldest first; likewise.
+    """
+
+    recurrent: jax.Array
+    conv: jax.Array
+
+    @classmethod
+    def zeros(cls, slots: int, gdn: GdnConfig, conv_dtype) -> "GdnState":
+        recurrent = (slots, gdn.value_heads, gdn.value_dim, gdn.key_dim)
+        conv = (slots, gdn.conv_kernel - 1, gdn.channels)
+        return cls(recurrent=jnp.zeros(recurrent, jnp.float32), conv=jnp.zeros(conv, conv_dtype))
+
+    def rows(self, slot) -> "GdnState":
+        """The images of B rows, leading axis B; an idle row reads the last slot's."""
+        index = jnp.minimum(slot, self.recurrent.shape[0] - 1)
+        return GdnState(recurrent=self.recurrent[index], conv=self.conv[index])
+
+    def put(self, slot, image: "GdnState", count) -> "GdnState":
+        """Writes the rows whose count is not 0; slots out of range drop."""
+        slot = jnp.where(count > 0, slot, self.recurrent.shape[0])
+        return GdnState(
+            recurrent=self.recurrent.at[slot].set(image.recurrent, mode="drop"),
+            conv=self.conv.at[slot].set(image.conv, mode="drop"),
+        )
+
+
+@struct.dataclass
+class GdnRecords:
+    """What a verify pass leaves for the fold, per column of one layer.
+
+    key:        [B, cols, Hk, Dk] bf16, after convolution and SiLU, before the L2 norm.
+    value:      [B, cols, Hv, Dv] bf16.
+    decay:      [B, cols, Hv, 2] fp32, {g, beta}.
+    conv_input: [B, cols, channels] bf16, the projected column.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    decay: jax.Array
+    conv_input: jax.Array
+
+    def along(self, path) -> "GdnRecords":
+        """Records in path order: entry i is column path[b, i]."""
+        def take(x):
+            return jnp.take_along_axis(x, path.reshape(*path.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+        return jax.tree.map(take, self)
+
+
+def fold(state: GdnState, records: GdnRecords, rows, path, count, *, implementation) -> GdnState:
+    """Applies the first `count` records along `path` to each row's state.
+
+    Args:
+      rows: `Rows`; states are read at read_slot and written at write_slot.
+      path: [B, cols] int32, columns in order; entries past count are never applied.
+      count: [B] int32; a row with 0 leaves every byte unchanged.
+    Source: contracts 9.3.
+    """
+    image = state.rows(rows.read_slot)
+    kept = records.along(path)
+    recurrent = gated_delta_fold(
+        kept.key, kept.value, kept.decay, image.recurrent, count, implementation=implementation
+    )
+    conv = shift_history(image.conv, records.conv_input, path, count)
+    return state.put(rows.write_slot, GdnState(recurrent=recurrent, conv=conv), count)

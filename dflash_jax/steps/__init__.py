@@ -1,0 +1,26 @@
+"""The steps of one round, in the order of the chart: each is a pure function of pytrees."""
+
+from dflash_jax.steps.accept import accept
+from dflash_jax.steps.commit import commit
+from dflash_jax.steps.materialize import materialize
+from dflash_jax.steps.models import Models, Params
+from dflash_jax.steps.prefill import Admission, PrefillChunk, begin, first_token, prefill_chunk
+from dflash_jax.steps.propose import propose
+from dflash_jax.steps.round import speculate
+from dflash_jax.steps.verify import verify
+
+__all__ = [
+    "Admission",
+    "Models",
+    "Params",
+    "PrefillChunk",
+    "accept",
+    "begin",
+    "commit",
+    "first_token",
+    "materialize",
+    "prefill_chunk",
+    "propose",
+    "speculate",
+    "verify",
+]

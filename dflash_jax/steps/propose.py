@@ -1,0 +1,85 @@
+"""Proposes K tokens: one masked block through the draft, its head, and DFlash2's walk."""
+
+import jax.numpy as jnp
+
+from dflash_jax.config import DraftKind
+from dflash_jax.draft import DraftColumns
+from dflash_jax.sampling.params import SamplingArrays
+from dflash_jax.sampling.uniform import Purpose, uniform
+from dflash_jax.state.decode import DecodeState, Rows
+from dflash_jax.state.scratch import Proposal, RoundExtent
+from dflash_jax.steps.models import Models, Params, draft_call, target_call
+
+
+def propose(
+    models: Models,
+    params: Params,
+    state: DecodeState,
+    rows: Rows,
+    sampling: SamplingArrays,
+    extent: RoundExtent,
+) -> Proposal:
+    """One block forward over the context, which must reach F (materialize first).
+
+    Mask i at position F + 1 + i predicts the token at that position, d_(i+1). DFlash takes the
+    argmax of each column (a point mass at every temperature); DFlash2 walks its lattice from the
+    anchor. Without a draft the proposal is the anchor alone. State is read only.
+
+    Source: the DFlash reference document; contracts 5.
+    """
+    sequence = state.sequence.gather(rows.lane)
+    if models.draft is None:
+        return _chain(sequence.anchor[:, None], jnp.zeros((len(sequence.anchor), 0, 1), jnp.float32))
+    tokens = masked_block(models, sequence.anchor)
+    columns = DraftColumns(
+        positions=_positions(sequence.frontier, tokens.shape[1], extent.draft_columns),
+        frontier=sequence.frontier,
+        live=extent.draft_columns,
+        slot=rows.write_slot,
+        table=state.draft_table.rows(rows.lane),
+    )
+    embedded = draft_call(models, params, "embed", tokens, params.target["embedding"])
+    block = draft_call(models, params, "block_hidden", embedded, columns, state.context)
+    head = target_call(models, params, "head_matrix")
+    public = models.target.public_vocab
+    if models.draft.kind == DraftKind.DFLASH:
+        drafted = draft_call(models, params, "argmax", block.hidden, head, public)
+        proposed = jnp.concatenate([sequence.anchor[:, None], drafted], axis=1)
+        return _chain(proposed, jnp.ones((*drafted.shape, 1), jnp.float32))
+
+    candidates = draft_call(models, params, "topk", block.hidden, head, public)
+    steps = jnp.arange(models.run.draft_tokens, dtype=jnp.int32)
+    uniforms = uniform(
+        sequence.seed[:, None], sequence.frontier[:, None] + steps, Purpose.PROPOSAL, 0
+    )
+    walk = draft_call(
+        models, params, "select", block.hidden, candidates, sequence.anchor,
+        sampling.temperature, uniforms,
+    )
+    proposed = jnp.concatenate([sequence.anchor[:, None], walk.tokens], axis=1)
+    return _chain(proposed, walk.q, candidates.ids)
+
+
+def masked_block(models: Models, anchor):
+    """[B] anchors -> [B, W] int32: the anchor, then K mask tokens."""
+    batch = anchor.shape[0]
+    masks = jnp.full((batch, models.run.draft_tokens), models.draft.mask_token_id, jnp.int32)
+    return jnp.concatenate([anchor[:, None], masks], axis=1)
+
+
+def _positions(frontier, width: int, live):
+    """F + j, the last live position repeated beyond it (contracts 5.1)."""
+    columns = jnp.arange(width, dtype=jnp.int32)
+    return frontier[:, None] + jnp.minimum(columns, jnp.maximum(live - 1, 0)[:, None])
+
+
+def _chain(tokens, q, candidates=None) -> Proposal:
+    batch, width = tokens.shape
+    depth = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
+    return Proposal(
+        tokens=tokens,
+        parent=jnp.maximum(depth - 1, 0),
+        depth=depth,
+        candidates=tokens[:, 1:, None] if candidates is None else candidates,
+        q=q,
+    )

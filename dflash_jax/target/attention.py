@@ -1,0 +1,72 @@
+"""Gated full attention of the target: partial three-axis rotation, paged context, output gate."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from dflash_jax.config import DtypePolicy, TargetConfig
+from dflash_jax.layers import FusedLinear, Linear, RMSNorm
+from dflash_jax.ops.rope import mrope_partial
+from dflash_jax.ops.softmax_attention import softmax_attention
+
+
+class GatedAttention(nn.Module):
+    """y = W_o(attention(q, k, v) * sigmoid(gate)).
+
+    q and k are normed per head with 1 + w and rotated over the first rotary dims; the gate is
+    neither. Rows of `qgkv`: all query heads, all gate heads, K, V. Source: contracts 6.3.3.
+    """
+
+    config: TargetConfig
+    dtypes: DtypePolicy
+
+    def setup(self):
+        config, param = self.config, self.dtypes.param_dtype
+        query = config.query_heads * config.head_dim
+        rows = config.kv_heads * config.head_dim
+        self.qgkv = FusedLinear(
+            segments=(("query", query), ("gate", query), ("key", rows), ("value", rows)),
+            inputs=config.hidden,
+            param_dtype=param,
+        )
+        self.query_norm = RMSNorm(config.head_dim, config.norm_eps, offset=True)
+        self.key_norm = RMSNorm(config.head_dim, config.norm_eps, offset=True)
+        self.output = Linear(config.hidden, query, param)
+
+    def __call__(self, x, columns, pages):
+        """Attends the block's columns to the committed context and to one another.
+
+        Args:
+          x: [B, W, H], normed.
+          columns: `TargetColumns`.
+          pages: `KVPages` of this layer; read only.
+        Returns:
+          y [B, W, H], and the columns' rows (key, value), each [B, W, Hkv, D], as the cache will
+          store them: the block is attended in that form, so a write first would change nothing.
+        """
+        config, dtype = self.config, self.dtypes.activation_dtype
+        parts = self.qgkv(x, dtype)
+        query, key, value = (
+            parts[name].reshape(*x.shape[:2], -1, config.head_dim)
+            for name in ("query", "key", "value")
+        )
+        query = self._rotate(self.query_norm(query), columns).astype(dtype)
+        key = self._rotate(self.key_norm(key), columns).astype(pages.key.dtype)
+        value = value.astype(pages.value.dtype)
+        mixed = softmax_attention(
+            query, key, value, pages.key, pages.value, columns.table, columns.frontier,
+            columns.live, block_mask=columns.block_mask, scale=config.head_dim**-0.5,
+        )
+        gate = jax.nn.sigmoid(parts["gate"].astype(jnp.float32))
+        mixed = mixed.reshape(gate.shape).astype(jnp.float32) * gate
+        return self.output(mixed.astype(dtype), dtype), (key, value)
+
+    def _rotate(self, x, columns):
+        rope = self.config.rope
+        return mrope_partial(
+            x,
+            columns.positions,
+            theta=rope.theta,
+            rotary_dim=rope.rotary_dim(self.config.head_dim),
+            mrope_section=rope.mrope_section,
+        )
