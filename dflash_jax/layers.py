@@ -56,7 +56,7 @@ class FusedLinear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis; `offset` scales by 1 + weight (target text norms)."""
+    """Root-mean-square norm over the last axis; `offset` scales by 1 + weight (target norms)."""
 
     width: int
     eps: float

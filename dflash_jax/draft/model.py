@@ -27,7 +27,7 @@ class DraftOutput:
 
 
 class DraftLayer(nn.Module):
-    """Attention and SwiGLU branches; DFlash2 wraps both in a dynamic convolution (contracts 5.4-5)."""
+    """Attention and SwiGLU branches; DFlash2 convolves both (contracts 5.4 and 5.5)."""
 
     config: DraftConfig
     dtypes: DtypePolicy

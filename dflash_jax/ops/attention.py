@@ -92,7 +92,7 @@ def block_visibility(block_mask, batch: int, width: int, live):
     """
     if isinstance(block_mask, str):
         if block_mask not in ("causal", "full"):
-            raise ValueError(f"block_mask: expected 'causal', 'full' or an array, got {block_mask!r}")
+            raise ValueError(f"block_mask: expected 'causal', 'full' or array, got {block_mask!r}")
         square = jnp.ones((width, width), bool)
         mask = jnp.broadcast_to(
             jnp.tril(square) if block_mask == "causal" else square, (batch, width, width)

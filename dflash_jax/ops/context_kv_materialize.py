@@ -1,7 +1,5 @@
 """Context keys and values of every draft layer from one conditioning feature per position."""
 
-import jax.numpy as jnp
-
 from dflash_jax.ops.norm import plain_rmsnorm
 from dflash_jax.ops.rope import rope_1d
 

@@ -12,8 +12,8 @@ class KVPages:
     """Keys and values of one full-attention layer.
 
     key, value: [Hkv, num_pages, page, D]; written by prefill, materialize (draft) and commit.
-    Position p of a lane lies in page table[lane, p // page] at offset p mod page. Bytes at positions
-    that the owner's frontier does not cover are dead.
+    Position p of a lane lies in page table[lane, p // page] at offset p mod page. Bytes at
+    positions that the owner's frontier does not cover are dead.
     """
 
     key: jax.Array

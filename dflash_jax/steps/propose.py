@@ -29,7 +29,8 @@ def propose(
     """
     sequence = state.sequence.gather(rows.lane)
     if models.draft is None:
-        return _chain(sequence.anchor[:, None], jnp.zeros((len(sequence.anchor), 0, 1), jnp.float32))
+        alone = sequence.anchor[:, None]
+        return _chain(alone, jnp.zeros((len(alone), 0, 1), jnp.float32))
     tokens = masked_block(models, sequence.anchor)
     columns = DraftColumns(
         positions=_positions(sequence.frontier, tokens.shape[1], extent.draft_columns),
