@@ -157,7 +157,7 @@ def draft_json(config: DraftConfig) -> dict:
 
 
 def _causal_key(config: DraftConfig) -> dict:
-    """`is_causal` where one flag serves all layers; absent where the layer kinds imply the flags."""
+    """`is_causal` where one flag serves all layers; none where the layer kinds imply the flags."""
     if len(set(config.causal)) == 1:
         return {"is_causal": config.causal[0]}
     if config.causal == tuple(kind is LayerKind.SLIDING for kind in config.layer_types):

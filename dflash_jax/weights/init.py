@@ -20,6 +20,9 @@ from dflash_jax.weights.names import PlannedLeaf, Storage
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 LOGIT_SPREAD = 3.0  # standard deviation of logits of a normed hidden vector
+# Gain of the last projection of a branch times sqrt(branches): the branches together then change
+# the residual stream about as much as the embedding gave it.
+BRANCH_GAIN = 3.0
 
 
 def random_target(config: TargetConfig, policy: DtypePolicy, *, seed: int) -> dict:
@@ -27,6 +30,9 @@ def random_target(config: TargetConfig, policy: DtypePolicy, *, seed: int) -> di
     leaves, _ = names.target_plan(config)
     depth = 2 * config.num_layers
     norm = _around(0.0, 0.1)  # stored as w of (1 + w)
+    exceptions = {"delta_net/norm": _around(1.0, 0.1)}
+    if config.tie_embeddings:
+        exceptions["embedding"] = _matrix(LOGIT_SPREAD)
     return _fill(
         leaves, policy, seed, depth, norm, exceptions={"delta_net/norm": _around(1.0, 0.1)}
     )
@@ -46,7 +52,7 @@ def random_draft(config: DraftConfig, policy: DtypePolicy, *, seed: int) -> dict
 
 
 def _copy_context(config: DraftConfig, params: dict) -> None:
-    """The context projections repeat the layers' own key and value rows, as the loader makes them."""
+    """The context projections repeat the layers' key and value rows, as in loaded files."""
     layers = [params[f"layers_{i}"]["attention"] for i in range(config.draft_layers)]
     start = config.query_heads * config.head_dim
     rows = [np.asarray(layer["qkv"]["kernel"])[start:] for layer in layers]
@@ -76,7 +82,7 @@ def _fill(
 def _draw(path: str, depth: int, norm: Draw) -> Draw:
     """The law of one leaf, by the end of its path."""
     if path.endswith(("output/kernel", "down/kernel", "moe/down")):
-        return _matrix(1 / math.sqrt(depth))
+        return _matrix(BRANCH_GAIN / math.sqrt(depth))
     if path == "head":
         return _matrix(LOGIT_SPREAD)
     if path.startswith("embedding"):
