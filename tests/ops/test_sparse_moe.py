@@ -1,0 +1,124 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.ops import sparse_moe as moe
+from tests.oracles import sparse_moe as oracle
+from tests.tolerances import BF16_MATMUL, FP32, FP32_CHAIN, as_float64, assert_close
+
+TOLERANCE = {"bfloat16": BF16_MATMUL, "float32": FP32_CHAIN}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Beyond 6 tokens: tiles of 4 rows, 3 a step."""
+    monkeypatch.setattr(moe, "_FEW_TOKENS", 6)
+    monkeypatch.setattr(moe, "_TILE_ROWS", 4)
+    monkeypatch.setattr(moe, "_TILES_PER_STEP", 3)
+
+
+def arrays(tokens, dtype="float32", experts=9, hidden=10, inner=5):
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
+    logits = jnp.asarray(rng.normal(size=(tokens, experts)), jnp.float32)
+    gate_up = jnp.asarray(rng.normal(size=(experts, 2 * inner, hidden)) / 3, dtype)
+    return x, logits, gate_up, jnp.asarray(rng.normal(size=(experts, hidden, inner)), dtype)
+
+
+def expected_of(x, routing, gate_up, down):
+    wide = [as_float64(a) for a in (x, routing.weights, gate_up, down)]
+    return oracle.expert_mlp(wide[0], np.asarray(routing.experts), *wide[1:])
+
+
+@pytest.mark.parametrize("k", [1, 3, 9])
+def test_routing_is_the_renormalised_softmax_of_the_best(k):
+    logits = arrays(7)[1]
+    routing = moe.route(logits, k)
+    experts, weights = oracle.route(as_float64(logits), k)
+    assert np.array_equal(routing.experts, experts) and routing.experts.dtype == jnp.int32
+    assert_close(routing.weights, weights, FP32)
+
+
+def test_equal_router_logits_choose_the_lower_expert():
+    logits = jnp.asarray([[1.0, 2.0, 2.0, 2.0], [-0.0, 0.0, -0.0, 0.0], [0.0, -0.0, 5.0, -1.0]])
+    routing = moe.route(logits.astype(jnp.float32), 2)
+    assert routing.experts.tolist() == [[1, 2], [0, 1], [2, 0]]
+    assert routing.weights[:2].tolist() == [[0.5, 0.5]] * 2
+
+
+def test_far_logits_give_finite_weights():
+    routing = moe.route(jnp.asarray([[3e4, -3e4, 3e4 - 1]], jnp.float32), 3)
+    assert_close(routing.weights, [[0.7310585786, 0.2689414214, 0.0]], FP32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 6, 7, 23])
+def test_expert_mlp_matches_the_oracle_at_every_token_count(small_tiles, dtype, tokens):
+    x, logits, gate_up, down = arrays(tokens, dtype)
+    routing = moe.route(logits, 2)
+    out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32)
+    assert out.dtype == jnp.float32
+    assert_close(out, expected_of(x, routing, gate_up, down), TOLERANCE[dtype])
+    assert moe.expert_mlp(x, routing, gate_up, down, jnp.bfloat16).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("tokens", [5, 12, 13])
+def test_experts_may_be_empty_or_take_every_token(small_tiles, tokens):
+    x, _, gate_up, down = arrays(tokens)
+    experts = jnp.broadcast_to(jnp.asarray([8, 0], jnp.int32), (tokens, 2))
+    routing = moe.Routing(experts=experts, weights=jnp.full((tokens, 2), 0.5, jnp.float32))
+    out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32)
+    assert_close(out, expected_of(x, routing, gate_up, down), FP32_CHAIN)
+
+
+@pytest.mark.parametrize("tokens", [3, 6, 20])
+def test_permuted_tokens_give_permuted_results(small_tiles, tokens):
+    x, logits, gate_up, down = arrays(tokens)
+    order = np.random.default_rng(0).permutation(tokens)
+    straight = moe.expert_mlp(x, moe.route(logits, 3), gate_up, down, jnp.float32)
+    routing = moe.route(logits[order], 3)
+    permuted = moe.expert_mlp(x[order], routing, gate_up, down, jnp.float32)
+    assert np.array_equal(permuted, np.asarray(straight)[order])
+
+
+@pytest.mark.parametrize("tokens", [3, 6, 20])
+def test_dead_tokens_reach_no_other(small_tiles, tokens):
+    x, logits, gate_up, down = arrays(tokens)
+    clean = moe.expert_mlp(x, moe.route(logits, 2), gate_up, down, jnp.float32)
+    x, logits = x.at[1].set(jnp.nan), logits.at[1].set(jnp.nan)
+    out = moe.expert_mlp(x, moe.route(logits, 2), gate_up, down, jnp.float32)
+    live = np.arange(tokens) != 1
+    assert np.array_equal(np.asarray(out)[live], np.asarray(clean)[live])
+
+
+def test_many_tokens_never_hold_every_tokens_expert_matrices():
+    tokens, k, experts, hidden, inner = 1024, 8, 64, 32, 16
+    shape = jax.ShapeDtypeStruct
+    routing = moe.Routing(
+        experts=shape((tokens, k), jnp.int32), weights=shape((tokens, k), jnp.float32)
+    )
+    compiled = jax.jit(moe.expert_mlp, static_argnames="out_dtype").lower(
+        shape((tokens, hidden), jnp.bfloat16),
+        routing,
+        shape((experts, 2 * inner, hidden), jnp.bfloat16),
+        shape((experts, hidden, inner), jnp.bfloat16),
+        out_dtype=jnp.float32,
+    ).compile()
+    gathered = tokens * k * 2 * inner * hidden * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < gathered / 2
+
+
+def test_wrong_shapes_and_dtypes_are_errors():
+    x, logits, gate_up, down = arrays(4)
+    routing = moe.route(logits, 2)
+    with pytest.raises(ValueError, match="gate_up, down"):
+        moe.expert_mlp(x, routing, gate_up[:, 1:], down, jnp.float32)
+    with pytest.raises(ValueError, match="x: expected dtype"):
+        moe.expert_mlp(x.astype(jnp.bfloat16), routing, gate_up, down, jnp.float32)
+    with pytest.raises(ValueError, match="routing"):
+        moe.expert_mlp(x[:3], routing, gate_up, down, jnp.float32)
+    with pytest.raises(ValueError, match="experts_per_token"):
+        moe.route(logits, 10)
+    with pytest.raises(ValueError, match="logits"):
+        moe.route(logits.astype(jnp.bfloat16), 2)
