@@ -41,8 +41,8 @@ def gated_delta_verify(
       parent:     [B, W] int32, parent[b, c] < c; column 0 is the root.
       live:       [B] int32, columns that exist; the others come last.
       chain:      promises parent = column - 1 and skips keeping a state per column. Static.
-      implementation: "scan", "unrolled" or "auto" (unrolled on a GPU). Static; the fold must use
-        the same one.
+      implementation: "xla" (a loop), "xla_unrolled" or "auto" (unrolled on a GPU, where a loop
+        costs a launch of its own per column). Static; the fold must use the same one.
     Returns:
       [B, W, Hv, Dv] fp32; columns >= live are exactly zero.
     Raises: ValueError for shapes or an unknown implementation.
@@ -189,11 +189,11 @@ def _per_value_head(x, value_heads: int):
 
 
 def _loop(step, carry, inputs, implementation: str):
-    form = choose(implementation, gpu="unrolled", other="scan")
-    if form == "scan":
+    form = choose(implementation, gpu="xla_unrolled", other="xla")
+    if form == "xla":
         return lax.scan(step, carry, inputs)
-    if form != "unrolled":
-        raise ValueError(f"implementation: expected 'auto', 'scan' or 'unrolled', got {form!r}")
+    if form != "xla_unrolled":
+        raise ValueError(f"implementation: expected auto, xla or xla_unrolled, got {form!r}")
     outputs = []
     for index in range(jax.tree.leaves(inputs)[0].shape[0]):
         carry, out = step(carry, jax.tree.map(lambda x, i=index: x[i], inputs))

@@ -1,0 +1,212 @@
+"""Times rounds at official geometry with random weights: speculate + commit, beside plain steps.
+
+    python scripts/bench_round.py --model 27b-dflash2 --draft-tokens 7 --batch 1 --context 4096
+
+Weights, prompt and context are random (never zeros). Acceptance is forced by a fixed schedule of
+mean tau - 1: the decision is overwritten after `speculate`, the work is not. Every figure is a
+median over rounds of one process; bytes count each weight once, plus K/V and state.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import config
+from dflash_jax.sampling.params import SamplingArrays
+from dflash_jax.state.decode import Rows
+from dflash_jax.state.scratch import RoundScratch
+from dflash_jax.steps import (
+    Admission,
+    Models,
+    Params,
+    PrefillChunk,
+    begin,
+    commit,
+    first_token,
+    prefill_chunk,
+    speculate,
+)
+from dflash_jax.steps.init import random_params
+
+PAIRS = {
+    "27b-dflash2": (config.qwen35_27b, config.dflash2_27b),
+    "27b-dflash": (config.qwen35_27b, config.dflash_27b),
+    "35b-dflash": (config.qwen35_35b_a3b, config.dflash_35b_a3b),
+    "35b-dflash2": (config.qwen35_35b_a3b, config.dflash2_35b_a3b),
+}
+WARMUP = 5
+
+
+def main() -> int:
+    args = _arguments()
+    make_target, make_draft = PAIRS[args.model]
+    longest = args.context + (args.rounds + WARMUP) * (args.draft_tokens + 1)
+    run = config.RunConfig(
+        draft_tokens=args.draft_tokens,
+        batch=args.batch,
+        max_context=-(-longest // 64) * 64,
+        chunk=args.chunk,
+    )
+    models = Models(make_target(), make_draft(), run)
+    print(f"command: {' '.join(sys.argv)}")
+    print(f"device: {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    print(config.describe(models.target, models.draft, models.run))
+    params = jax.block_until_ready(random_params(models, args.seed))
+    bandwidth = _copy_bandwidth()
+    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s (read + write)")
+
+    speculative = _measure(models, params, args)
+    plain_run = config.RunConfig(
+        draft_tokens=0, batch=args.batch, max_context=run.max_context, chunk=args.chunk
+    )
+    plain = _measure(
+        Models(models.target, None, plain_run), Params(target=params.target, draft={}), args
+    )
+    for name, result, draft in (("round", speculative, params.draft), ("plain", plain, {})):
+        _report(name, result, params.target, draft, models, args, bandwidth)
+    tau = np.mean([accepted + 1 for accepted in _schedule(args)])
+    print(
+        f"tokens/s at tau {tau:.2f}: {args.batch * tau / speculative['round'] * 1e3:.1f}, "
+        f"speed-up over plain {tau * plain['round'] / speculative['round']:.2f}"
+    )
+    return 0
+
+
+def _arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=PAIRS, default="27b-dflash2")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--draft-tokens", type=int, default=7)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=64)
+    parser.add_argument("--tau", type=float, default=4.8, help="mean of accepted + 1")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def _schedule(args) -> list[int]:
+    """Accepted counts whose running mean follows tau - 1."""
+    mean = min(args.tau - 1, args.draft_tokens)
+    totals = [round(mean * i) for i in range(args.rounds + WARMUP + 1)]
+    return [b - a for a, b in zip(totals, totals[1:], strict=False)]
+
+
+def _measure(models: Models, params: Params, args) -> dict[str, float]:
+    """Milliseconds of the compiles (first calls), the prefill and the rounds of one pair."""
+    batch, run = args.batch, models.run
+    rows, greedy = Rows.of(range(batch)), SamplingArrays.greedy(batch)
+    state = begin(models, models.zeros(), rows, _admission(models))
+    prompt = np.random.default_rng(args.seed).integers(
+        0, models.target.public_vocab, (batch, args.context)
+    )
+    result = {}
+    for start in range(0, args.context, args.chunk):
+        piece = prompt[:, start : start + args.chunk]
+        chunk = PrefillChunk.text(models, piece, [piece.shape[1]] * batch, [start] * batch)
+        began = time.perf_counter()
+        state = jax.block_until_ready(prefill_chunk(models, params, state, rows, chunk))
+        # The first chunk compiles; the last one is a clean figure.
+        result["prefill chunk"] = (time.perf_counter() - began) * 1e3
+        result.setdefault("prefill compile", result["prefill chunk"])
+    state = first_token(models, params, state, rows, greedy)
+
+    force = jax.jit(_force)
+    extent_of = jax.jit(lambda sequence: models.extent(sequence.gather(rows.lane)))
+    whole, split = [], []
+    for index, accepted in enumerate(_schedule(args)):
+        accepted = min(accepted, run.draft_tokens)
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        state, scratch = speculate(models, params, state, rows, greedy, extent_of(state.sequence))
+        if index < WARMUP:
+            jax.block_until_ready(scratch)
+            split.append((time.perf_counter() - began) * 1e3)
+        scratch, committed = force(scratch, jnp.int32(accepted))
+        state = jax.block_until_ready(commit(models, state, rows, scratch, committed))
+        whole.append((time.perf_counter() - began) * 1e3)
+    result["speculate compile"] = split[0]
+    result["commit compile"] = whole[0] - split[0]
+    result["speculate"] = statistics.median(split[1:])
+    result["round"] = statistics.median(whole[WARMUP:])
+    result["spread"] = max(whole[WARMUP:]) - min(whole[WARMUP:])
+    stats = jax.devices()[0].memory_stats() or {}
+    result["peak GB"] = stats.get("peak_bytes_in_use", 0) / 1e9
+    return result
+
+
+def _admission(models: Models) -> Admission:
+    run, batch = models.run, models.run.batch
+    pages = jnp.arange(run.pages, dtype=jnp.int32).reshape(run.lanes, run.max_pages)
+    return Admission(
+        remaining=jnp.full((batch,), run.max_context, jnp.int32),
+        capacity=jnp.full((batch,), run.max_context, jnp.int32),
+        rope_delta=jnp.zeros((batch,), jnp.int32),
+        seed=jnp.zeros((batch, 2), jnp.uint32),
+        target_pages=pages,
+        draft_pages=pages,
+    )
+
+
+def _force(scratch: RoundScratch, accepted):
+    """The scratch as if `accepted` proposals had matched; nothing else of the round changes."""
+    tokens, acceptance = scratch.proposal.tokens, scratch.acceptance
+    column = jnp.arange(tokens.shape[1])[None, :]
+    following = jnp.roll(tokens, -1, axis=1)
+    outputs = jnp.where(column < accepted, following, acceptance.outputs[:, :1])
+    committed = jnp.full(acceptance.licensed.shape, accepted + 1, jnp.int32)
+    outputs = jnp.where(column <= accepted, outputs, 0)
+    forced = acceptance.replace(accepted=committed - 1, licensed=committed, outputs=outputs)
+    return scratch.replace(acceptance=forced), committed
+
+
+def _report(name, result, target, draft, models, args, bandwidth) -> None:
+    weights = _bytes(target) + _bytes(draft) - _bytes([target["embedding"]])
+    if draft:
+        # The draft reads the head a second time and only a few rows of its codebooks.
+        weights += _bytes([target.get("head", target["embedding"])])
+        weights -= _bytes([v for k, v in draft.get("selector", {}).items() if k != "projection"])
+    per_row = args.context * len(models.target.full_layers) * 2 * (
+        models.target.kv_heads * models.target.head_dim * 2
+    )
+    gdn = models.target.gdn
+    per_row += len(models.target.linear_layers) * 3 * 4 * (
+        gdn.value_heads * gdn.value_dim * gdn.key_dim
+    )
+    total = weights + args.batch * per_row
+    floor = total / bandwidth * 1e3
+    print(f"{name}: {result['round']:.2f} ms (spread {result['spread']:.2f}), of it speculate "
+          f"{result['speculate']:.2f}; {total / 1e9:.2f} GB, floor {floor:.2f} ms, ratio "
+          f"{result['round'] / floor:.2f}")
+    first = ", ".join(
+        f"{step} {result[f'{step} compile'] / 1e3:.1f} s"
+        for step in ("prefill", "speculate", "commit")
+    )
+    print(f"{name}: first calls: {first}; last prefill chunk {result['prefill chunk']:.1f} ms; "
+          f"peak {result['peak GB']:.1f} GB")
+
+
+def _bytes(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _copy_bandwidth() -> float:
+    """Bytes per second, read plus written, of a 2 GiB device copy."""
+    source = jax.random.normal(jax.random.key(0), (1 << 29,), jnp.float32)
+    copy = jax.jit(lambda x: x + 1.0)
+    times = []
+    for _ in range(10):
+        jax.block_until_ready(copy(source))
+        began = time.perf_counter()
+        jax.block_until_ready(copy(source))
+        times.append(time.perf_counter() - began)
+    return 2 * source.nbytes / statistics.median(times)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
