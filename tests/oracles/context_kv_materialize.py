@@ -1,18 +1,22 @@
-"""Context K/V of every draft layer from the conditioning c_t (contracts 4.3).
+"""Context K/V of every draft layer from the projected conditioning (contracts 4.3).
 
-    k = rope_1d(plain_head_rmsnorm(W_ck c_t, key_norm), t);   v = fp16(bf16(W_cv c_t))
+    k = rope_1d(plain_head_rmsnorm(k_raw, key_norm), t);   v = fp16(bf16(v_raw))
 
-Float64 with the named roundings only: DFlash rounds k to bf16 after the projection and after the
-norm, DFlash2 does neither. The rounding of the stored k belongs to the tolerance.
+Float64 with the named roundings only: DFlash rounds k after the projection and after the norm,
+DFlash2 does neither. The rounding of the stored k belongs to the tolerance; the stored v is exact.
 """
 
 import numpy as np
 
 
-def bfloat16(x):
-    """Nearest bf16 value of a float64, ties to even (normal range)."""
-    mantissa, exponent = np.frexp(np.asarray(x, np.float64))
-    return np.ldexp(np.rint(mantissa * 256.0), exponent - 8)
+def round_to(x, dtype):
+    """Nearest value of the dtype, ties to even, as float64; fp16 overflows to infinity."""
+    x = np.asarray(x, np.float64)
+    if dtype == "bfloat16":
+        mantissa, exponent = np.frexp(x)
+        return np.ldexp(np.rint(mantissa * 256.0), exponent - 8)
+    with np.errstate(over="ignore"):
+        return x.astype(dtype).astype(np.float64)
 
 
 def head_rmsnorm(x, weight, eps):
@@ -31,27 +35,31 @@ def rotate(x, position, theta):
     return out
 
 
-def context_key_value(conditioning, kernel, key_norm, positions, *, kv_heads, eps, theta, rounded):
+def context_key_value(
+    projected, key_norm, positions, *, kv_heads, eps, theta, rounded,
+    key_dtype="bfloat16", value_dtype="float16",
+):
     """Keys and values of all layers.
 
     Args:
-      conditioning: [B, T, H].
-      kernel: [layers * 2 * Hkv * D, H]; per layer the K rows, then the V rows, heads outermost.
+      projected: [B, T, layers * 2 * Hkv * D]; per layer the K rows, then the V rows.
       key_norm: [layers, D]; positions: [B, T].
-      rounded: True for DFlash (bf16 after projection and norm), False for DFlash2.
+      rounded: True for DFlash, False for DFlash2.
+      key_dtype: of k, and of v before its second rounding; value_dtype: of the stored v.
     Returns:
-      (keys float64, values fp16), both [layers, B, T, Hkv, D].
+      (keys, values), both [layers, B, T, Hkv, D] float64.
     """
-    batch, length, _ = conditioning.shape
+    batch, length, _ = projected.shape
     layers, head_dim = key_norm.shape
-    raw = np.einsum("bth,oh->bto", conditioning.astype(np.float64), kernel.astype(np.float64))
+    raw = projected.astype(np.float64)
     raw = raw.reshape(batch, length, layers, 2, kv_heads, head_dim)
     keys = np.zeros((layers, batch, length, kv_heads, head_dim), np.float64)
-    values = np.zeros(keys.shape, np.float16)
-    boundary = bfloat16 if rounded else (lambda x: x)
+    values = np.zeros_like(keys)
     for layer, b, t, h in np.ndindex(layers, batch, length, kv_heads):
-        k = boundary(raw[b, t, layer, 0, h])
-        k = boundary(head_rmsnorm(k, key_norm[layer].astype(np.float64), eps))
-        keys[layer, b, t, h] = rotate(k, positions[b, t], theta)
-        values[layer, b, t, h] = bfloat16(raw[b, t, layer, 1, h]).astype(np.float16)
+        key, value = raw[b, t, layer, :, h]
+        key = round_to(key, key_dtype) if rounded else key
+        key = head_rmsnorm(key, key_norm[layer].astype(np.float64), eps)
+        key = round_to(key, key_dtype) if rounded else key
+        keys[layer, b, t, h] = rotate(key, positions[b, t], theta)
+        values[layer, b, t, h] = round_to(round_to(value, key_dtype), value_dtype)
     return keys, values
