@@ -63,13 +63,8 @@ class Keys:
         for section in self.sections:
             for name, neutral in NEUTRAL.items():
                 value = section.get(name)
-                # `True == 1`, so the types are compared too.
-                if not any(value == good and _alike(value, good) for good in neutral):
+                if value not in neutral:
                     raise ConfigError(f"{name}: expected one of {neutral}, got {value!r}")
-
-
-def _alike(value: object, good: object) -> bool:
-    return isinstance(value, bool) == isinstance(good, bool)
 
 
 def read_json(path: Path) -> dict:

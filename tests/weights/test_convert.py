@@ -1,10 +1,12 @@
 """Files -> fused leaves: every row is where the interfaces say, and every fault is listed."""
 
+import json
 import math
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from dflash_jax.config import (
     DraftKind,
@@ -328,6 +330,22 @@ def test_missing_files_and_shards(tmp_path, dense):
         file.unlink()
     with pytest.raises(WeightsError, match="model.safetensors: absent"):
         load_target(folder, EXACT)
+
+
+def test_shards_must_agree_with_their_index(tmp_path, dense):
+    folder = write(tmp_path, target_json(TARGET), dense, shards=2)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.ghost"] = "model-00001-of-00002.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    twice = {"lm_head.weight": np.zeros((1, 1), np.float32)}
+    for shard in folder.glob("*.safetensors"):
+        save_file(load_file(shard) | twice, shard)
+    with pytest.raises(WeightsError) as error:
+        load_target(folder, EXACT)
+    assert error.value.faults == (
+        "lm_head.weight: in two shards",
+        "model.ghost: named by the index, in no shard",
+    )
 
 
 def test_norms_that_already_hold_one_plus_w_are_reported(tmp_path, dense, caplog):
