@@ -28,8 +28,8 @@ class Statistics:
       accepted_by_position: entry i counts rounds whose proposal d_(i+1) was accepted.
       requests: how many requests were added up.
       prompt_tokens, new_tokens: tokens read, tokens published.
-      prefill_seconds: wall time from the start to the first token.
-      decode_seconds: wall time of the rounds.
+      prefill_seconds: wall time from the start to the first token, compilation included.
+      decode_seconds: wall time of the rounds, compilation left out.
     """
 
     rounds: int = 0

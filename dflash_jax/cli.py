@@ -1,0 +1,270 @@
+"""Command line: ``dflash-jax generate`` or ``python -m dflash_jax generate``.
+
+New text (or token ids) goes to standard output as it is committed, everything else to standard
+error. A caller's fault is one line on standard error and exit status 2.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dflash_jax.config import DraftConfig, DtypePolicy, RunConfig, TargetConfig, describe
+from dflash_jax.engine.generate import check_prompts, generate, run_draft_tokens
+from dflash_jax.engine.request import Output, total_statistics
+from dflash_jax.engine.text import TextStream, TextTokenizer, eos_ids
+from dflash_jax.steps import Models, Params
+from dflash_jax.weights import load_draft, load_target, read_draft_config, read_target_config
+
+PROGRAM = "dflash-jax"
+DTYPES = {"bfloat16": DtypePolicy(), "float32": DtypePolicy.exact()}
+DEFAULT_CONTEXT = 2048
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One checked call of ``generate``. ``tokenizer`` is None when ids are printed."""
+
+    models: Models
+    params: Params
+    prompts: list[list[int]]
+    max_new_tokens: int
+    eos_ids: frozenset[int]
+    tokenizer: TextTokenizer | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        job = prepare(arguments)
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    if not arguments.quiet:
+        print(describe(job.models.target, job.models.draft, job.models.run), file=sys.stderr)
+    printer = TextPrinter(job.tokenizer) if job.tokenizer else IdPrinter(len(job.prompts))
+    outputs = generate(
+        job.models,
+        job.params,
+        job.prompts,
+        max_new_tokens=job.max_new_tokens,
+        eos_ids=job.eos_ids,
+        on_tokens=printer.show,
+    )
+    printer.finish()
+    if not arguments.quiet:
+        print(report(outputs), file=sys.stderr)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options; a wrong one is reported in one line, with status 2."""
+    parser = _Parser(prog=PROGRAM, description="DFlash speculative decoding.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    command = commands.add_parser("generate", help="continue a prompt and stream the result")
+    add = command.add_argument
+    add("--target", required=True, type=Path, help="folder of the target")
+    add("--draft", type=Path, help="folder of the draft; without one, plain decoding")
+    prompt = command.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="text of the user's message")
+    prompt.add_argument(
+        "--prompt-ids",
+        type=Path,
+        metavar="FILE",
+        help="token ids: a JSON list, a JSON list of lists (a batch), or plain numbers",
+    )
+    add("--raw", action="store_true", help="continue --prompt itself, without a chat template")
+    add("--draft-tokens", type=int, metavar="K", help="proposals a round; default block_size - 1")
+    add("--max-new-tokens", type=int, required=True, metavar="N")
+    add("--max-context", type=int, metavar="N", help=f"positions a row; default {DEFAULT_CONTEXT}")
+    add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="float32 is for exactness")
+    add("--causal", choices=("true", "false"), help="override the draft layers' causality")
+    add("--public-vocab", type=int, metavar="N", help="ids that may be emitted")
+    add("--ignore-eos", action="store_true", help="run on to --max-new-tokens")
+    add("--quiet", action="store_true", help="print neither geometry nor statistics")
+    return parser
+
+
+def prepare(arguments: argparse.Namespace) -> Job:
+    """Reads prompts and weights and checks everything that can be checked before generating.
+
+    Raises:
+      ValueError, OSError, NotImplementedError: a fault of the caller, or an unsupported model.
+    """
+    for option in ("draft_tokens", "causal"):
+        if arguments.draft is None and getattr(arguments, option) is not None:
+            raise ValueError(f"--{option.replace('_', '-')}: expected only with --draft")
+    if arguments.raw and arguments.prompt is None:
+        raise ValueError("--raw: expected only with --prompt")
+    tokenizer, prompts = None, None
+    if arguments.prompt is None:
+        prompts = parse_prompt_ids(arguments.prompt_ids.read_text("utf-8"))
+    else:
+        tokenizer = TextTokenizer.load(arguments.target)
+        prompts = [_encode(tokenizer, arguments.prompt, arguments.raw)]
+    _check(arguments, prompts)
+    with _decisions_shown(arguments.quiet):
+        models, params = _load(arguments, len(prompts))
+    return Job(
+        models=models,
+        params=params,
+        prompts=prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        eos_ids=frozenset() if arguments.ignore_eos else eos_ids(arguments.target),
+        tokenizer=tokenizer,
+    )
+
+
+def parse_prompt_ids(text: str) -> list[list[int]]:
+    """Rows of token ids from JSON (a list, or a list of lists) or from plain numbers.
+
+    Raises:
+      ValueError: anything else, or no ids.
+    """
+    if text.lstrip().startswith("["):
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--prompt-ids: expected JSON, got {error}") from error
+        rows = value if value and all(isinstance(row, list) for row in value) else [value]
+    else:
+        rows = [text.replace(",", " ").split()]
+    if not all(rows):
+        raise ValueError("--prompt-ids: expected token ids, got an empty list")
+    try:
+        return [[_token_id(token) for token in row] for row in rows]
+    except (TypeError, ValueError):
+        raise ValueError("--prompt-ids: expected integers or lists of integers") from None
+
+
+def report(outputs: Sequence[Output]) -> str:
+    """Statistics of a run as text."""
+    total = total_statistics([output.statistics for output in outputs])
+    lines = [
+        f"prefill: {total.prompt_tokens} tokens in {total.prefill_seconds:.3f} s, "
+        "compilation included",
+        f"rounds: {total.rounds}, and {total.single_steps} without proposals; "
+        f"{total.tokens_per_round:.3f} tokens a round",
+        f"accepted: {total.accepted} of {total.drafted} proposals ({total.acceptance:.1%}); "
+        f"by position {' '.join(map(str, total.accepted_by_position)) or '-'}",
+        f"decode: {total.new_tokens - total.requests} tokens in {total.decode_seconds:.3f} s, "
+        f"{total.tokens_per_second:.2f} tokens/s",
+        f"finished: {' '.join(output.finish_reason for output in outputs)}",
+    ]
+    return "\n".join(lines)
+
+
+class TextPrinter:
+    """Writes the text of one row to standard output as it becomes complete."""
+
+    def __init__(self, tokenizer: TextTokenizer):
+        self._stream = TextStream(tokenizer)
+
+    def show(self, row: int, tokens: list[int]) -> None:
+        print(self._stream.push(tokens), end="", flush=True)
+
+    def finish(self) -> None:
+        print(self._stream.finish(), flush=True)
+
+
+class IdPrinter:
+    """Writes token ids to standard output: one growing line, or ``row: ids`` lines of a batch."""
+
+    def __init__(self, num_rows: int):
+        self._alone = num_rows == 1
+        self._separator = ""
+
+    def show(self, row: int, tokens: list[int]) -> None:
+        ids = " ".join(map(str, tokens))
+        if self._alone:
+            print(f"{self._separator}{ids}", end="", flush=True)
+            self._separator = " "
+        else:
+            print(f"{row}: {ids}", flush=True)
+
+    def finish(self) -> None:
+        if self._alone:
+            print(flush=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"{PROGRAM}: error: {message}\n")
+
+
+def _token_id(token) -> int:
+    if isinstance(token, bool | float):
+        raise TypeError(token)
+    return int(token)
+
+
+def _encode(tokenizer: TextTokenizer, prompt: str, raw: bool) -> list[int]:
+    if raw:
+        return tokenizer.encode(prompt)
+    if tokenizer.chat_template is None:
+        raise ValueError("chat_template: expected one in the target's folder, got none; use --raw")
+    return tokenizer.chat([{"role": "user", "content": prompt}])
+
+
+def _models(
+    arguments: argparse.Namespace, target: TargetConfig, draft: DraftConfig | None, batch: int
+) -> Models:
+    limit = min(model.max_positions for model in (target, draft) if model is not None)
+    context = arguments.max_context
+    run = RunConfig(
+        draft_tokens=run_draft_tokens(draft, arguments.draft_tokens),
+        batch=batch,
+        max_context=min(DEFAULT_CONTEXT, limit) if context is None else context,
+        dtypes=DTYPES[arguments.dtype],
+    )
+    return Models(target=target, draft=draft, run=run)
+
+
+def _causal(arguments: argparse.Namespace) -> bool | None:
+    return None if arguments.causal is None else arguments.causal == "true"
+
+
+def _check(arguments: argparse.Namespace, prompts: list[list[int]]) -> None:
+    """Everything that the small files already tell, before gigabytes are read."""
+    target = read_target_config(arguments.target, public_vocab=arguments.public_vocab)
+    draft = None
+    if arguments.draft is not None:
+        draft = read_draft_config(arguments.draft, target, causal=_causal(arguments))
+    models = _models(arguments, target, draft, len(prompts))
+    check_prompts(models, prompts, arguments.max_new_tokens)
+
+
+def _load(arguments: argparse.Namespace, batch: int) -> tuple[Models, Params]:
+    policy = DTYPES[arguments.dtype]
+    target, target_params = load_target(
+        arguments.target, policy, public_vocab=arguments.public_vocab
+    )
+    draft, draft_params = None, {}
+    if arguments.draft is not None:
+        draft, draft_params = load_draft(
+            arguments.draft, target, policy, causal=_causal(arguments)
+        )
+    models = _models(arguments, target, draft, batch)
+    return models, Params(target=target_params, draft=draft_params)
+
+
+@contextlib.contextmanager
+def _decisions_shown(quiet: bool):
+    """Shows on standard error what the loaders decide and why."""
+    if quiet:
+        yield
+        return
+    logger, handler = logging.getLogger("dflash_jax"), logging.StreamHandler(sys.stderr)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

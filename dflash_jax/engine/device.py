@@ -1,0 +1,148 @@
+"""The arrays of a batch and the calls that move them; the host loop sees only Python numbers.
+
+Request i uses lane, slot and row i. A row that does not run is idle: its lane and slots lie out of
+range, so it has no columns and writes nothing.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.sampling.params import SamplingArrays
+from dflash_jax.state.decode import DecodeState, Rows
+from dflash_jax.state.scratch import RoundScratch
+from dflash_jax.steps import (
+    Admission,
+    Models,
+    Params,
+    PrefillChunk,
+    begin,
+    commit,
+    first_token,
+    prefill_chunk,
+    speculate,
+)
+
+SMALLEST_BUCKET = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundResult:
+    """What the host reads of a round, by row; an idle row has zeros.
+
+    Fields:
+      outputs: y_1..y_L, then zeros.
+      licensed: L.
+      proposals: P.
+      fault: the row has no finite candidate and must end without a commit.
+    """
+
+    outputs: list[list[int]]
+    licensed: list[int]
+    proposals: list[int]
+    fault: list[bool]
+
+
+class DeviceBatch:
+    """State and weights of one batch on the device.
+
+    Per round: one ``speculate``, one read of a small array, one ``commit``.
+    """
+
+    def __init__(self, models: Models, params: Params):
+        self._models, self._params = models, params
+        self._state = models.zeros()
+        self._sampling = SamplingArrays.greedy(models.run.batch)
+        self._rows: Rows | None = None
+        self._live: tuple[int, ...] | None = None
+        self._scratch: RoundScratch | None = None
+
+    def prefill(self, row: int, prompt: Sequence[int], max_new_tokens: int) -> int:
+        """Runs a prompt in chunks and returns the first new token.
+
+        A chunk is as long as ``run.chunk``, the last one padded to a power of two, so the number
+        of compiled programs grows with the logarithm of the chunk only.
+        """
+        models, run = self._models, self._models.run
+        rows = Rows.of([row])
+        state = begin(models, self._state, rows, self._admission(row, max_new_tokens))
+        for start in range(0, len(prompt), run.chunk):
+            piece = prompt[start : start + run.chunk]
+            padded = np.zeros((1, bucket(len(piece), run.chunk)), np.int32)
+            padded[0, : len(piece)] = piece
+            chunk = PrefillChunk.text(models, padded, [len(piece)], [start])
+            state = prefill_chunk(models, self._params, state, rows, chunk)
+        self._state = first_token(models, self._params, state, rows, SamplingArrays.greedy(1))
+        return int(self._state.sequence.anchor[row])
+
+    def warm_up(self) -> None:
+        """Compiles a round by running one without live rows, which changes nothing."""
+        self.speculate(())
+        self.commit({})
+
+    def speculate(self, live: Sequence[int]) -> RoundResult:
+        """Runs a round up to the host's decision, for the given rows."""
+        self._state, self._scratch, summary = _speculate(
+            self._models, self._params, self._state, self._rows_of(live), self._sampling
+        )
+        numbers = np.asarray(summary).tolist()
+        return RoundResult(
+            outputs=[row[:-3] for row in numbers],
+            licensed=[row[-3] for row in numbers],
+            proposals=[row[-2] for row in numbers],
+            fault=[bool(row[-1]) for row in numbers],
+        )
+
+    def commit(self, committed: Mapping[int, int]) -> None:
+        """Adopts the first N columns of the last round; rows without an entry keep nothing."""
+        counts = np.zeros((self._models.run.batch,), np.int32)
+        for row, count in committed.items():
+            counts[row] = count
+        self._state = commit(self._models, self._state, self._rows, self._scratch, counts)
+        self._scratch = None
+
+    def _rows_of(self, live: Sequence[int]) -> Rows:
+        if self._live != tuple(live):
+            run = self._models.run
+            lanes = [row if row in live else run.slots for row in range(run.batch)]
+            self._rows, self._live = Rows.of(lanes), tuple(live)
+        return self._rows
+
+    def _admission(self, row: int, max_new_tokens: int) -> Admission:
+        run = self._models.run
+        first = row * run.max_pages
+        pages = np.arange(first, first + run.max_pages, dtype=np.int32)[None]
+        return Admission(
+            remaining=jnp.array([max_new_tokens], jnp.int32),
+            capacity=jnp.array([run.max_context], jnp.int32),
+            rope_delta=jnp.zeros((1,), jnp.int32),
+            seed=jnp.zeros((1, 2), jnp.uint32),
+            target_pages=jnp.array(pages),
+            draft_pages=jnp.array(pages),
+        )
+
+
+def bucket(length: int, chunk: int) -> int:
+    """Columns of the program that runs a chunk of ``length`` tokens: a power of two, or a chunk."""
+    return min(max(1 << (length - 1).bit_length(), SMALLEST_BUCKET), chunk)
+
+
+@functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
+def _speculate(
+    models: Models, params: Params, state: DecodeState, rows: Rows, sampling: SamplingArrays
+):
+    """``speculate`` with the extents the state implies, and what the host reads in one array.
+
+    Returns:
+      state, scratch, and [B, W + 3] int32: outputs, then L, P and fault.
+    """
+    extent = models.extent(state.sequence.gather(rows.lane))
+    state, scratch = speculate(models, params, state, rows, sampling, extent)
+    acceptance = scratch.acceptance
+    numbers = (acceptance.licensed, extent.proposals, acceptance.fault.astype(jnp.int32))
+    summary = jnp.concatenate([acceptance.outputs, jnp.stack(numbers, axis=1)], axis=1)
+    return state, scratch, summary

@@ -1,0 +1,129 @@
+"""Generation for a fixed batch of prompts: prefill each, then rounds until every row has ended.
+
+A round on the host is speculate -> preview -> commit -> publish, in this order. The arrays live in
+``engine/device.py``; nothing here knows them, so the loop runs on any object with its methods.
+"""
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+
+from dflash_jax.config import DraftConfig
+from dflash_jax.engine.device import DeviceBatch
+from dflash_jax.engine.preview import preview
+from dflash_jax.engine.publish import publish
+from dflash_jax.engine.request import FinishReason, OnTokens, Output, Request
+from dflash_jax.steps import Models, Params
+
+_log = logging.getLogger(__name__)
+
+
+def generate(
+    models: Models,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    eos_ids: Collection[int] = (),
+    on_tokens: OnTokens | None = None,
+) -> list[Output]:
+    """Continues every prompt greedily; the output is the target's own greedy output.
+
+    Args:
+      models: geometry and run choices; ``models.run.batch`` rows are available.
+      params: weights of the target and, when ``models.draft`` is given, of the draft.
+      prompts: token ids, one list a row, each id in [0, public_vocab).
+      max_new_tokens: outputs per prompt, at least 1.
+      eos_ids: ids that end a row; the id is part of the output.
+      on_tokens: called with (row, new ids) as they are committed; an answer of False cancels
+        that row.
+    Returns:
+      One ``Output`` a prompt, in order.
+    Raises:
+      ValueError: the checks of ``check_prompts``, before any device work.
+    """
+    check_prompts(models, prompts, max_new_tokens)
+    requests = [
+        Request(
+            row=row,
+            prompt=tuple(prompt),
+            max_new_tokens=max_new_tokens,
+            eos_ids=frozenset(eos_ids),
+            on_tokens=on_tokens,
+        )
+        for row, prompt in enumerate(prompts)
+    ]
+    run_requests(DeviceBatch(models, params), requests)
+    return [request.output() for request in requests]
+
+
+def check_prompts(models: Models, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Raises ValueError, naming what is needed and what there is, unless ``generate`` can run."""
+    run, public = models.run, models.target.public_vocab
+    if not 1 <= len(prompts) <= run.batch:
+        raise ValueError(f"prompts: expected 1..{run.batch} (batch), got {len(prompts)}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompts[{row}]: expected at least one token, got none")
+        outside = [token for token in prompt if not 0 <= token < public]
+        if outside:
+            raise ValueError(f"prompts[{row}]: expected ids in [0, {public}), got {outside[0]}")
+        need = len(prompt) + max_new_tokens
+        if need > run.max_context:
+            raise ValueError(
+                f"max_context: expected at least {need} "
+                f"(prompts[{row}] {len(prompt)} + max_new_tokens {max_new_tokens}), "
+                f"got {run.max_context}"
+            )
+
+
+def run_draft_tokens(draft: DraftConfig | None, requested: int | None = None) -> int:
+    """K of a run: what the caller asks for, else the draft's block_size - 1; 0 without a draft.
+
+    Raises:
+      ValueError: draft tokens without a draft, or neither a request nor a block size.
+    """
+    if draft is None:
+        if requested:
+            raise ValueError(f"draft_tokens: expected none without a draft, got {requested}")
+        return 0
+    if requested is not None:
+        return requested
+    if draft.block_size is None:
+        raise ValueError("draft_tokens: expected a number, as the draft has no block_size")
+    _log.info("draft_tokens %d = block_size %d - 1", draft.block_size - 1, draft.block_size)
+    return draft.block_size - 1
+
+
+def run_requests(device: DeviceBatch, requests: Sequence[Request]) -> None:
+    """Runs requests to their end; ``request.row`` is the row of the batch it occupies."""
+    start = time.perf_counter()
+    for request in requests:
+        request.statistics.prompt_tokens = len(request.prompt)
+        first = device.prefill(request.row, request.prompt, request.max_new_tokens)
+        request.statistics.prefill_seconds = time.perf_counter() - start
+        publish(request, [first])
+    if any(request.finish_reason is None for request in requests):
+        device.warm_up()  # so that the rounds are timed without their compilation
+    start = time.perf_counter()
+    while live := [request for request in requests if request.finish_reason is None]:
+        _round(device, live)
+        for request in live:
+            request.statistics.decode_seconds = time.perf_counter() - start
+
+
+def _round(device: DeviceBatch, live: Sequence[Request]) -> None:
+    result = device.speculate([request.row for request in live])
+    committed = {}
+    for request in live:
+        row = request.row
+        if result.fault[row]:
+            request.end(FinishReason.FAULT)
+        else:
+            request.statistics.count_round(result.proposals[row], result.licensed[row] - 1)
+        committed[row] = preview(request, result.outputs[row], result.licensed[row])
+    device.commit(committed)
+    for request in live:
+        publish(request, result.outputs[request.row][: committed[request.row]])

@@ -1,0 +1,160 @@
+"""The host loop on a mock device: order, extents, stopping, counters."""
+
+import dataclasses
+
+import pytest
+
+from dflash_jax.config import DraftKind, RunConfig, tiny_draft, tiny_target
+from dflash_jax.engine.device import RoundResult
+from dflash_jax.engine.generate import check_prompts, run_draft_tokens, run_requests
+from dflash_jax.engine.request import FinishReason, Request
+from dflash_jax.steps import Models
+
+K = 3
+
+
+class MockDevice:
+    """A target that counts upwards from the last token, and a draft that is right ``hits`` times.
+
+    Checks what the real device relies on: it licenses at most the budget's columns, and a row is
+    never advanced by more than it licensed.
+    """
+
+    def __init__(self, hits, rows=2, faults=()):
+        self.hits, self.rows, self.faults = hits, rows, set(faults)
+        self.anchor, self.remaining, self.licensed = {}, {}, {}
+        self.events = []
+
+    def prefill(self, row, prompt, max_new_tokens):
+        self.anchor[row] = prompt[-1] + 1
+        self.remaining[row] = max_new_tokens - 1
+        self.events.append(("prefill", row))
+        return self.anchor[row]
+
+    def warm_up(self):
+        assert self.speculate(()).licensed == [0] * self.rows
+        self.commit({})
+        del self.events[-2:]
+
+    def speculate(self, live):
+        self.events.append(("speculate", tuple(live)))
+        outputs = [[0] * (K + 1) for _ in range(self.rows)]
+        proposals, licensed = [0] * self.rows, [0] * self.rows
+        for row in live:
+            proposals[row] = min(K, self.remaining[row] - 1)
+            licensed[row] = min(self.hits, proposals[row]) + 1
+            outputs[row] = [self.anchor[row] + 1 + i for i in range(K + 1)]
+        self.licensed = dict(enumerate(licensed))
+        fault = [row in self.faults for row in range(self.rows)]
+        return RoundResult(outputs=outputs, licensed=licensed, proposals=proposals, fault=fault)
+
+    def commit(self, committed):
+        self.events.append(("commit", tuple(sorted(committed.items()))))
+        for row, count in committed.items():
+            assert 0 <= count <= self.licensed[row]
+            self.anchor[row] += count
+            self.remaining[row] -= count
+
+
+def request(row, prompt, max_new_tokens, **fields):
+    return Request(row=row, prompt=prompt, max_new_tokens=max_new_tokens, **fields)
+
+
+@pytest.mark.parametrize("hits", range(K + 1))
+@pytest.mark.parametrize("budget", range(1, 12))
+def test_every_budget_and_acceptance_gives_the_targets_own_tokens(hits, budget):
+    row = request(0, (4, 5), budget)
+    run_requests(MockDevice(hits), [row])
+    assert row.tokens == list(range(6, 6 + budget))
+    assert row.finish_reason is FinishReason.LENGTH
+    counters = row.statistics
+    assert counters.new_tokens == budget
+    assert counters.accepted + counters.rounds + counters.single_steps == budget - 1
+
+
+@pytest.mark.parametrize("stop", range(6, 12))
+def test_e7_state_and_output_end_at_the_eos(stop):
+    device = MockDevice(hits=K)
+    row = request(0, (5,), 50, eos_ids=frozenset([stop]))
+    run_requests(device, [row])
+    assert row.tokens == list(range(6, stop + 1))
+    assert row.finish_reason is FinishReason.EOS
+    assert device.anchor[0] == stop
+
+
+def test_rows_of_one_batch_end_on_their_own():
+    device = MockDevice(hits=1)
+    rows = [request(0, (5,), 2), request(1, (50,), 6)]
+    run_requests(device, rows)
+    assert [row.tokens for row in rows] == [[6, 7], list(range(51, 57))]
+    live = [event[1] for event in device.events if event[0] == "speculate"]
+    assert live == [(0, 1), (1,), (1,)]
+
+
+def test_a_fault_ends_its_row_alone_and_commits_nothing_of_it():
+    device = MockDevice(hits=K, faults=[0])
+    rows = [request(0, (5,), 6), request(1, (50,), 6)]
+    run_requests(device, rows)
+    assert (rows[0].tokens, rows[0].finish_reason) == ([6], FinishReason.FAULT)
+    assert rows[1].tokens == list(range(51, 57))
+    assert ("commit", ((0, 0), (1, 4))) in device.events
+
+
+def test_tokens_are_shown_only_after_their_commit():
+    device = MockDevice(hits=K)
+    shown = lambda row, tokens: device.events.append(("shown", tuple(tokens)))  # noqa: E731
+    run_requests(device, [request(0, (5,), 5, on_tokens=shown)])
+    assert [event[0] for event in device.events] == [
+        "prefill",
+        "shown",
+        "speculate",
+        "commit",
+        "shown",
+    ]
+    assert device.events[-1] == ("shown", (7, 8, 9, 10))
+
+
+def test_a_callback_that_answers_false_cancels_its_row():
+    row = request(0, (5,), 50, on_tokens=lambda row, tokens: tokens[-1] < 10)
+    run_requests(MockDevice(hits=K), [row])
+    assert row.finish_reason is FinishReason.CANCELLED
+    assert row.tokens == [6, 7, 8, 9, 10]
+
+
+def models(**run):
+    run = {"draft_tokens": 0, "batch": 2, "max_context": 16, **run}
+    return Models(target=tiny_target(), draft=None, run=RunConfig(**run))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "max_new_tokens", "message"),
+    [
+        ([], 1, r"prompts: expected 1\.\.2 \(batch\), got 0"),
+        ([[1]] * 3, 1, r"prompts: expected 1\.\.2 \(batch\), got 3"),
+        ([[1], []], 1, r"prompts\[1\]: expected at least one token"),
+        ([[1, 250]], 1, r"prompts\[0\]: expected ids in \[0, 250\), got 250"),
+        ([[1, -1]], 1, r"got -1"),
+        ([[1]], 0, "max_new_tokens: expected at least 1, got 0"),
+        ([[1] * 10], 7, r"max_context: expected at least 17 .*, got 16"),
+    ],
+)
+def test_faults_of_the_caller_are_named(prompts, max_new_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        check_prompts(models(), prompts, max_new_tokens)
+
+
+def test_the_largest_request_that_fits_passes():
+    check_prompts(models(), [[249] * 10, [0]], 6)
+
+
+def test_f4_default_draft_tokens_is_block_size_minus_one_and_logged(caplog):
+    draft = dataclasses.replace(tiny_draft(DraftKind.DFLASH2), block_size=8)
+    with caplog.at_level("INFO", logger="dflash_jax.engine.generate"):
+        assert run_draft_tokens(draft) == 7
+    assert "draft_tokens 7 = block_size 8 - 1" in caplog.text
+    assert run_draft_tokens(draft, 3) == 3
+    assert run_draft_tokens(None) == 0
+    with pytest.raises(ValueError, match="without a draft"):
+        run_draft_tokens(None, 3)
+    with pytest.raises(ValueError, match="no block_size"):
+        run_draft_tokens(dataclasses.replace(draft, block_size=None))
