@@ -1,0 +1,129 @@
+"""Whole generations on the kit's trained tiny pair, against PyTorch's greedy tokens and rounds.
+
+One model pair and one batch width for the whole file, so that it compiles once.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_jax.config import DtypePolicy, RunConfig
+from dflash_jax.engine import device
+from dflash_jax.engine.generate import generate
+from dflash_jax.engine.request import FinishReason
+from dflash_jax.steps import Models, Params
+from dflash_jax.weights import load_draft, load_target
+
+KIT = Path(__file__).parents[1] / "data" / "kit_tiny"
+BUDGET = 64
+ROWS = range(3)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    """Prompts, greedy tokens and rounds of the reference loop, K = 3."""
+    files = ("greedy_tiny", "e2e_tiny__tiny_dflash2__k3")
+    return {name: value for file in files for name, value in _arrays(file).items()}
+
+
+@pytest.fixture(scope="module")
+def run(golden):
+    """``generate`` on the pair: run(order of prompts, options) -> outputs."""
+    policy = DtypePolicy.exact()
+    target, target_params = load_target(KIT / "targets" / "tiny", policy)
+    folder = KIT / "drafts" / "tiny_dflash2"
+    # The kit's drafts are bidirectional in every layer, whatever their files say.
+    draft, draft_params = load_draft(folder, target, policy, causal=False)
+    choices = RunConfig(
+        draft_tokens=3, batch=3, max_context=140, page_size=16, chunk=32, dtypes=policy
+    )
+    models = Models(target=target, draft=draft, run=choices)
+    params = Params(target=target_params, draft=draft_params)
+
+    def call(order=ROWS, *, max_new_tokens=BUDGET, **options):
+        prompts = [golden[f"prompt{row}"].tolist() for row in order]
+        return generate(models, params, prompts, max_new_tokens=max_new_tokens, **options)
+
+    return call
+
+
+def _arrays(name):
+    with np.load(KIT / "golden" / f"{name}.npz") as archive:
+        return dict(archive)
+
+
+def test_a_batch_of_different_prompts_gives_the_targets_greedy_tokens(run, golden):
+    shown = {row: [] for row in ROWS}
+    outputs = run(on_tokens=lambda row, tokens: shown[row].extend(tokens))
+    for row, output in enumerate(outputs):
+        assert list(output.tokens) == golden[f"output{row}"].tolist()
+        assert shown[row] == list(output.tokens)
+        assert output.finish_reason is FinishReason.LENGTH
+
+
+def test_rounds_and_acceptance_are_those_of_the_reference_loop(run, golden):
+    for row, output in enumerate(run()):
+        verified, accepted = golden[f"verified{row}"], golden[f"accepted{row}"]
+        counters = output.statistics
+        assert counters.rounds == np.count_nonzero(verified)
+        assert counters.single_steps == np.count_nonzero(verified == 0)
+        assert counters.drafted == verified.sum()
+        assert counters.accepted == accepted.sum() > 0
+        by_position = [np.count_nonzero(accepted > position) for position in range(3)]
+        assert counters.accepted_by_position == by_position
+
+
+def test_rows_may_come_in_any_order_and_fewer_than_the_batch(run, golden):
+    for order in ((2, 0), (1,)):
+        outputs = run(order)
+        for row, output in zip(order, outputs, strict=True):
+            assert list(output.tokens) == golden[f"output{row}"].tolist()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_e7_generation_ends_just_after_the_stop_token(run, golden, row):
+    stop = int(golden[f"stop_token{row}"])
+    outputs = run(eos_ids=[stop])
+    assert list(outputs[row].tokens) == golden[f"stopped_output{row}"].tolist()
+    assert outputs[row].finish_reason is FinishReason.EOS
+    for other, output in enumerate(outputs):
+        expected = golden[f"output{other}"].tolist()
+        assert list(output.tokens) == expected[: len(output.tokens)]
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 9])
+def test_e8_every_budget_is_a_prefix(run, golden, budget):
+    for row, output in enumerate(run(max_new_tokens=budget)):
+        assert list(output.tokens) == golden[f"output{row}"][:budget].tolist()
+
+
+def test_e1_a_second_call_is_not_touched_by_the_first(run, golden):
+    run((0,), max_new_tokens=5)
+    (output,) = run((2,))
+    assert list(output.tokens) == golden["output2"].tolist()
+
+
+def test_cancelling_one_row_leaves_the_others(run, golden):
+    outputs = run(on_tokens=lambda row, tokens: row != 1)
+    assert [output.finish_reason for output in outputs] == [
+        FinishReason.LENGTH,
+        FinishReason.CANCELLED,
+        FinishReason.LENGTH,
+    ]
+    assert len(outputs[1].tokens) == 1
+    assert list(outputs[2].tokens) == golden["output2"].tolist()
+
+
+def test_no_request_compiles_a_round_again(run):
+    run(max_new_tokens=3)
+    compiled = device._speculate._cache_size()
+    run((1,), max_new_tokens=6, eos_ids=[5])
+    run((2, 0, 1), max_new_tokens=8)
+    assert device._speculate._cache_size() == compiled
+
+
+def test_buckets_are_powers_of_two_up_to_the_chunk():
+    lengths = [1, 15, 16, 17, 32, 33, 99, 100]
+    assert [device.bucket(n, 100) for n in lengths] == [16, 16, 16, 32, 32, 64, 100, 100]
+    assert [device.bucket(n, 8) for n in (1, 8)] == [8, 8]
