@@ -7,6 +7,7 @@ import pytest
 from dflash_jax import cli
 from dflash_jax.config import DraftKind, tiny_draft, tiny_target
 from dflash_jax.engine.request import FinishReason, Output, Statistics
+from scripts import make_tiny_weights
 
 
 @pytest.fixture
@@ -178,3 +179,54 @@ def test_wrong_options_are_one_line_and_status_2(capsys, options, message):
     err = capsys.readouterr().err
     assert err.startswith("dflash-jax: error: ") and err.count("\n") == 1
     assert message in err
+
+
+@pytest.fixture(scope="module")
+def tiny_pair(tmp_path_factory):
+    """The folder that the README's first command makes."""
+    folder = tmp_path_factory.mktemp("pair")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["make_tiny_weights.py", "--out", str(folder)])
+        make_tiny_weights.main()
+    return folder
+
+
+def test_a_draft_changes_rounds_but_not_ids(tiny_pair, tmp_path, capsys):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(" ".join(str(token) for token in range(60, 84)), "utf-8")
+    options = ("--prompt-ids", prompt, "--max-new-tokens", 12, "--ignore-eos")
+    more = ("--dtype", "float32", "--max-context", 64)
+    capsys.readouterr()
+    assert run(*options, *more, target=tiny_pair / "target") == 0
+    plain = capsys.readouterr()
+    assert "rounds: 0, and 11 without proposals" in plain.err
+    draft = ("--draft", tiny_pair / "draft", "--draft-tokens", 3)
+    assert run(*options, *more, *draft, target=tiny_pair / "target") == 0
+    speculative = capsys.readouterr()
+    assert speculative.out == plain.out
+    assert len(plain.out.split()) == 12
+    assert "causal = [False, False], decided by is_causal" in speculative.err
+    assert "finished: length" in speculative.err
+
+
+def test_text_in_gives_text_out(tiny_pair, capsys):
+    options = ("--prompt", "Hello", "--max-new-tokens", 12, "--ignore-eos", "--quiet")
+    more = ("--dtype", "float32", "--max-context", 64)
+    draft = ("--draft", tiny_pair / "draft", "--draft-tokens", 3)
+    assert run(*options, *more, *draft, target=tiny_pair / "target") == 0
+    out, err = capsys.readouterr()
+    assert out.endswith("\n") and len(out) > 1
+    assert err == ""
+
+
+def test_ids_outside_the_tokenizer_are_a_fault(tiny_pair, tmp_path, capsys):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("1 259", "utf-8")
+    assert run("--prompt-ids", prompt, "--max-new-tokens", 1, target=tiny_pair / "target") == 2
+    assert "prompts[0]: expected ids in [0, 259), got 259" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_model_is_one_line(tmp_path, prompt_file, capsys):
+    assert run("--prompt-ids", prompt_file, "--max-new-tokens", 1, target=tmp_path / "no") == 2
+    err = capsys.readouterr().err
+    assert "config.json" in err and err.count("\n") == 1
