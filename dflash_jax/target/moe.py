@@ -36,6 +36,6 @@ class SparseMoe(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         scores = self.router(tokens, jnp.float32)
         routing = route(scores["experts"], self.config.moe.experts_per_token)
-        routed = expert_mlp(tokens, routing, self.gate_up, self.down, dtype)
+        routed = expert_mlp(tokens, routing, self.gate_up, self.down, jnp.float32)
         shared = self.shared(tokens, jnp.float32) * jax.nn.sigmoid(scores["shared"])
         return (routed + shared).astype(dtype).reshape(x.shape)
