@@ -5,8 +5,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-# Up to here every active expert multiplies all tokens: more products, but no sort by expert.
-_FEW_TOKENS = 128
+# Up to here an expert multiplies all tokens, chosen or not: more products, but no sort by expert,
+# and 0.9 ms instead of 4.2 ms for 128 tokens of a 256 x (2048, 512) layer on an H200.
+_FEW_TOKENS = 256
+# Copying the active experts together costs three passes over them against one over all experts.
+_COPY_COST = 4
 # Beyond: assignments sorted by expert in tiles of rows, some tiles a step.
 _TILE_ROWS = 128
 _TILES_PER_STEP = 16
@@ -86,7 +89,7 @@ def _all_tokens_of_active_experts(x, experts, gate_up, down):
     """[T, k, H] fp32 for few tokens: reads an expert once, and only active ones if that is less."""
     tokens, k = experts.shape
     slot = experts
-    if tokens * k < gate_up.shape[0]:
+    if _COPY_COST * tokens * k <= gate_up.shape[0]:
         active = jnp.unique(experts, size=tokens * k, fill_value=0)
         slot = jnp.argmax(experts[:, :, None] == active, axis=-1)
         gate_up, down = gate_up[active], down[active]

@@ -18,7 +18,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(moe, "_TILES_PER_STEP", 3)
 
 
-def arrays(tokens, dtype="float32", experts=9, hidden=10, inner=5):
+def arrays(tokens, dtype="float32", experts=17, hidden=10, inner=5):
     rng = np.random.default_rng(tokens)
     x = jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
     logits = jnp.asarray(rng.normal(size=(tokens, experts)), jnp.float32)
@@ -66,7 +66,7 @@ def test_expert_mlp_matches_the_oracle_at_every_token_count(small_tiles, dtype, 
 @pytest.mark.parametrize("tokens", [5, 12, 13])
 def test_experts_may_be_empty_or_take_every_token(small_tiles, tokens):
     x, _, gate_up, down = arrays(tokens)
-    experts = jnp.broadcast_to(jnp.asarray([8, 0], jnp.int32), (tokens, 2))
+    experts = jnp.broadcast_to(jnp.asarray([16, 0], jnp.int32), (tokens, 2))
     routing = moe.Routing(experts=experts, weights=jnp.full((tokens, 2), 0.5, jnp.float32))
     out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32)
     assert_close(out, expected_of(x, routing, gate_up, down), FP32_CHAIN)
@@ -119,6 +119,6 @@ def test_wrong_shapes_and_dtypes_are_errors():
     with pytest.raises(ValueError, match="routing"):
         moe.expert_mlp(x[:3], routing, gate_up, down, jnp.float32)
     with pytest.raises(ValueError, match="experts_per_token"):
-        moe.route(logits, 10)
+        moe.route(logits, 18)
     with pytest.raises(ValueError, match="logits"):
         moe.route(logits.astype(jnp.bfloat16), 2)
