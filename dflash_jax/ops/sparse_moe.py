@@ -62,8 +62,8 @@ def expert_mlp(x, routing, gate_up, down, out_dtype):
       [T, H] out_dtype. A token's result depends on no other token: dead ones may be NaN.
     Numeric: products and sums in fp32 (fp32 operands: no TF32); the SwiGLU product is rounded to
       the dtype of x; experts are summed best first, in fp32.
-    Memory: some fp32 [E, T, max(2I, H)] up to 256 tokens (0.5 GiB for 256 experts, H 2048), beyond it
-      [T, k, H] and the matrices of 16 experts.
+    Memory: fp32 [E, T, max(2I, H)] up to 256 tokens (0.5 GiB for 256 experts, H 2048); beyond it
+      fp32 [T, k, H] and the matrices of 16 experts.
     Raises: ValueError for shapes or dtypes.
     Source: contracts 6.3.6.
     """
