@@ -1,4 +1,4 @@
-"""Named tolerances of all tests, and the one comparison that uses them.
+"""Named tolerances of all tests, the one comparison that uses them, and the exact one.
 
 The criterion is the one of the reference engine's tests: ||err|| / ||expected|| <= rel_l2 and
 max|err| <= gross_abs + gross_rel * max|expected|. `expected` is float64 from represented inputs;
@@ -48,6 +48,13 @@ def assert_close(actual, expected, tolerance):
     assert rel_l2 <= tolerance.rel_l2, f"relative L2 error {rel_l2:.3g} > {tolerance.rel_l2:.3g}"
     worst = np.unravel_index(error.argmax(), error.shape)
     assert error.max() <= bound, f"error {error.max():.3g} > {bound:.3g} at {worst}"
+
+
+def assert_same_bits(actual, expected):
+    """Fails unless dtype, shape and every byte agree; NaN equals itself, -0.0 is not 0.0."""
+    actual, expected = np.ascontiguousarray(actual), np.ascontiguousarray(expected)
+    assert actual.dtype == expected.dtype, f"dtype {actual.dtype}, expected {expected.dtype}"
+    np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
 
 
 def as_float64(array):

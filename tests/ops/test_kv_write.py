@@ -8,6 +8,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from dflash_jax.ops.kv_write import write_pages, write_ring
 from tests.oracles import kv_write as oracle
+from tests.tolerances import assert_same_bits
 
 DTYPES = ("bfloat16", "float16", "float32")
 HEADS, DIM = 2, 4
@@ -23,12 +24,6 @@ def distinct(shape, dtype="float32", *, offset=0):
 
 def ints(*values):
     return np.asarray(values, np.int32)
-
-
-def assert_same_bits(actual, expected):
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    assert actual.dtype == expected.dtype
-    np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
 
 
 # --- pages -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_jax.ops.sliding_window_attention import ring_positions, sliding_window_attention
 from tests.oracles import attention as oracle
-from tests.tolerances import BF16_MATMUL, FP32, assert_close
+from tests.tolerances import BF16_MATMUL, FP32, assert_close, assert_same_bits
 
 QUERY_HEADS, KV_HEADS, DIM = 6, 2, 8
 SCALE = DIM**-0.5
@@ -349,10 +349,3 @@ def test_wrong_calls_are_refused():
     ):
         with pytest.raises(ValueError, match="block_key: expected"):
             run(wrong, window=8, causal=False)
-
-
-def assert_same_bits(actual, expected):
-    assert actual.dtype == expected.dtype
-    np.testing.assert_array_equal(
-        np.ascontiguousarray(actual).view(np.uint8), np.ascontiguousarray(expected).view(np.uint8)
-    )

@@ -11,7 +11,7 @@ import pytest
 from dflash_jax.ops import softmax_attention as module
 from dflash_jax.ops.softmax_attention import ancestor_mask, softmax_attention
 from tests.oracles import attention as oracle
-from tests.tolerances import BF16_MATMUL, FP32, assert_close
+from tests.tolerances import BF16_MATMUL, FP32, assert_close, assert_same_bits
 
 PAGE, MAX_PAGES = 4, 4
 FRONTIERS = (0, 1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE)
@@ -317,10 +317,3 @@ def test_wrong_calls_are_refused():
         run(dataclasses.replace(case, query=case.query[:, :, :5]), "full")
     with pytest.raises(ValueError, match="block_key: expected"):
         run(dataclasses.replace(case, block_key=case.block_key[:, :3]), "full")
-
-
-def assert_same_bits(actual, expected):
-    assert actual.dtype == expected.dtype
-    np.testing.assert_array_equal(
-        np.ascontiguousarray(actual).view(np.uint8), np.ascontiguousarray(expected).view(np.uint8)
-    )
