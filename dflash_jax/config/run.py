@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from dflash_jax.config.rules import MAX_INT, instance, is_int, positive_ints, require
 
 DTYPE_NAMES = ("bfloat16", "float16", "float32")
-IMPLEMENTATIONS = ("auto", "xla", "xla_unrolled", "pallas", "interpret")
+IMPLEMENTATIONS = ("auto", "xla", "pallas", "interpret")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ Per value head, with decay alpha = exp(g), normalised k and q, and state M [Dv, 
 
 Verification never writes M; it leaves records (raw k, raw v, g, beta), and the fold replays the
 accepted ones with the same step function in the same loop form. That makes the folded state equal
-to verification's own trajectory bit for bit; a loop in one and an unrolled chain in the other would
-not. Source: contracts 6.3.4, 6.3.5 and 9.3.
+to verification's own trajectory bit for bit; a loop in one and an unrolled chain in the other are
+not equal, nor are two unrolled chains on a GPU. Source: contracts 6.3.4, 6.3.5 and 9.3.
 """
 
 import functools
@@ -20,6 +20,7 @@ from jax import lax
 
 from dflash_jax.ops.dispatch import choose
 from dflash_jax.ops.norm import l2norm
+from dflash_jax.pallas import gated_delta_rule as kernels
 
 # Columns that one step of the chunked prefill absorbs.
 CHUNK = 64
@@ -29,7 +30,7 @@ _einsum = functools.partial(
 
 
 def gated_delta_verify(
-    query, key, value, decay, recurrent, parent, live, *, chain, implementation="auto"
+    query, key, value, decay, recurrent, slot, parent, live, *, chain, implementation="auto"
 ):
     """Outputs of the recurrence along each column's root path; the state is read, not written.
 
@@ -37,68 +38,72 @@ def gated_delta_verify(
       query, key: [B, W, Hk, Dk], after convolution and SiLU, not yet normalised.
       value:      [B, W, Hv, Dv].
       decay:      [B, W, Hv, 2] fp32, {g, beta}.
-      recurrent:  [B, Hv, Dv, Dk] fp32, the committed state of each row.
+      recurrent:  [slots, Hv, Dv, Dk] fp32, committed states.
+      slot:       [B] int32, state of each row; an idle row has slot >= slots.
       parent:     [B, W] int32, parent[b, c] < c; column 0 is the root.
       live:       [B] int32, columns that exist; the others come last.
       chain:      promises parent = column - 1 and skips keeping a state per column. Static.
-      implementation: "xla" (a loop), "xla_unrolled" or "auto" (unrolled on a GPU, where a loop
-        costs a launch of its own per column). Static; the fold must use the same one.
+      implementation: "xla", "pallas", "interpret" or "auto". Static; the fold must use the same
+        one. The kernel serves chains; "auto" takes it on a GPU where it fits.
     Returns:
       [B, W, Hv, Dv] fp32; columns >= live are exactly zero.
-    Raises: ValueError for shapes or an unknown implementation.
+    Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 6.3.4 and 8.4.
     """
     _check(key, value, decay, recurrent)
-    columns = key.shape[1]
-    alive = (jnp.arange(columns)[None, :] < live[:, None])[:, :, None, None]
-    if chain:
-        def step(state, column):
-            state = _advance(state, column["key"], column["value"], column["decay"])
-            return state, _read(state, column["query"])
-
-        inputs = {"query": query, "key": key, "value": value, "decay": decay}
-        _, outputs = _loop(step, recurrent, _columns_first(inputs), implementation)
-        return jnp.where(alive, jnp.moveaxis(outputs, 0, 1), 0.0)
-
-    rows = jnp.arange(key.shape[0])
-
-    def visit(index, carry):
-        states, outputs = carry
-        above = states[parent[:, index] + 1, rows]
-        above = jnp.where(index == 0, states[0], above)
-        state = _advance(above, key[:, index], value[:, index], decay[:, index])
-        # Entry 0 is the committed state; column c is entry c + 1.
-        states = states.at[index + 1].set(state)
-        return states, outputs.at[index].set(_read(state, query[:, index]))
-
-    states = jnp.zeros((columns + 1, *recurrent.shape), jnp.float32).at[0].set(recurrent)
-    outputs = jnp.zeros((columns, *value.shape[:1], *value.shape[2:]), jnp.float32)
-    _, outputs = lax.fori_loop(0, columns, visit, (states, outputs))
+    form = _choose(implementation, key, value, chain)
+    if form != "xla":
+        return kernels.verify(
+            query, key, value, decay, recurrent, slot, live, interpret=form == "interpret"
+        )
+    state = recurrent[jnp.minimum(slot, recurrent.shape[0] - 1)]
+    inputs = {"query": query, "key": key, "value": value, "decay": decay}
+    inputs = {name: jnp.moveaxis(x, 1, 0) for name, x in inputs.items()}
+    outputs = _along_chain(inputs, state) if chain else _along_tree(inputs, state, parent)
+    alive = (jnp.arange(key.shape[1])[None, :] < live[:, None])[:, :, None, None]
     return jnp.where(alive, jnp.moveaxis(outputs, 0, 1), 0.0)
 
 
-def gated_delta_fold(key, value, decay, recurrent, count, *, implementation="auto"):
-    """Applies the first `count` records of each row to its state.
+def gated_delta_fold(
+    key, value, decay, recurrent, path, read_slot, write_slot, count, *, implementation="auto"
+):
+    """Applies the first `count` records of each row, in path order, to its state.
 
     Args:                                                                  (B rows, W columns)
-      key, value, decay: records in path order, as in `gated_delta_verify`.
-      recurrent: [B, Hv, Dv, Dk] fp32, the state that verification read.
-      count:     [B] int32, records to apply, 0..W.
+      key, value, decay: records, as in `gated_delta_verify`.
+      recurrent:  [slots, Hv, Dv, Dk] fp32; donate it in the enclosing jit.
+      path:       [B, W] int32, the column of each step; entries past count are never applied.
+      read_slot, write_slot: [B] int32, the state that verification read, and where to put the
+        result. Written slots are distinct and are no other row's read slot; out of range: idle.
+      count:      [B] int32, records to apply, 0..W; 0 writes nothing.
       implementation: the one verification used. Static.
     Returns:
-      [B, Hv, Dv, Dk] fp32, bit for bit the state after `count` steps; unchanged for count = 0.
+      recurrent with each row's written slot bit for bit the state after `count` steps.
     Source: contracts 9.3.
     """
     _check(key, value, decay, recurrent)
+    form = _choose(implementation, key, value, True)
+    if form != "xla":
+        return kernels.fold(
+            key, value, decay, recurrent, path, read_slot, write_slot, count,
+            interpret=form == "interpret",
+        )
 
     def step(state, column):
         moved = _advance(state, column["key"], column["value"], column["decay"])
         applies = (column["index"] < count)[:, None, None, None]
         return jnp.where(applies, moved, state), None
 
-    inputs = _columns_first({"key": key, "value": value, "decay": decay})
-    inputs["index"] = jnp.arange(key.shape[1], dtype=jnp.int32)
-    return _loop(step, recurrent, inputs, implementation)[0]
+    def in_path_order(x):
+        taken = jnp.take_along_axis(x, path[:, :, None, None], axis=1, mode="clip")
+        return jnp.moveaxis(taken, 1, 0)
+
+    inputs = {name: in_path_order(x) for name, x in
+              (("key", key), ("value", value), ("decay", decay))}
+    inputs["index"] = jnp.arange(path.shape[1], dtype=jnp.int32)
+    slots = recurrent.shape[0]
+    state = lax.scan(step, recurrent[jnp.minimum(read_slot, slots - 1)], inputs)[0]
+    return recurrent.at[jnp.where(count > 0, write_slot, slots)].set(state, mode="drop")
 
 
 def gated_delta_prefill(query, key, value, decay, recurrent, live):
@@ -107,7 +112,8 @@ def gated_delta_prefill(query, key, value, decay, recurrent, live):
     Inside a block with cumulative decay G_i and rows k_i, v_i, the increments delta solve
     (I + A) delta = beta (v - exp(G) M_0 k) with A_ij = beta_i exp(G_i - G_j) (k_i . k_j), j < i.
 
-    Args: as in `gated_delta_verify`; T columns instead of W, any T >= 1.
+    Args: as in `gated_delta_verify` with T columns, any T >= 1, but
+      recurrent: [B, Hv, Dv, Dk] fp32, the state of each row itself.
     Returns:
       outputs [B, T, Hv, Dv] fp32 (columns >= live are exactly zero) and the state after `live`
       columns, [B, Hv, Dv, Dk] fp32.
@@ -169,6 +175,32 @@ def _solve_blocks(k, v, g, beta):
     return {"free": free, "pull": pull, "ratio": ratio, "growth": growth, "key": k}
 
 
+def _along_chain(inputs: dict, state):
+    """Outputs [W, B, Hv, Dv] of columns that follow one another."""
+    def step(state, column):
+        state = _advance(state, column["key"], column["value"], column["decay"])
+        return state, _read(state, column["query"])
+
+    return lax.scan(step, state, inputs)[1]
+
+
+def _along_tree(inputs: dict, state, parent):
+    """Outputs [W, B, Hv, Dv]; keeps one state per column, entry c + 1 for column c."""
+    columns, rows = parent.shape[1], jnp.arange(parent.shape[0])
+
+    def visit(index, carry):
+        states, outputs = carry
+        column = {name: x[index] for name, x in inputs.items()}
+        above = jnp.where(index == 0, 0, parent[:, index] + 1)
+        moved = _advance(states[above, rows], column["key"], column["value"], column["decay"])
+        out = _read(moved, column["query"])
+        return states.at[index + 1].set(moved), outputs.at[index].set(out)
+
+    states = jnp.zeros((columns + 1, *state.shape), jnp.float32).at[0].set(state)
+    outputs = jnp.zeros(inputs["value"].shape, jnp.float32)
+    return lax.fori_loop(0, columns, visit, (states, outputs))[1]
+
+
 def _advance(state, key, value, decay):
     """One step of the rule. state [B, Hv, Dv, Dk]; key [B, Hk, Dk]; value [B, Hv, Dv]."""
     k = _per_value_head(l2norm(key), state.shape[1])
@@ -188,31 +220,29 @@ def _per_value_head(x, value_heads: int):
     return jnp.repeat(x, value_heads // x.shape[1], axis=1)[:, :, None, :]
 
 
-def _loop(step, carry, inputs, implementation: str):
-    form = choose(implementation, gpu="xla_unrolled", other="xla")
-    if form == "xla":
-        return lax.scan(step, carry, inputs)
-    if form != "xla_unrolled":
-        raise ValueError(f"implementation: expected auto, xla or xla_unrolled, got {form!r}")
-    outputs = []
-    for index in range(jax.tree.leaves(inputs)[0].shape[0]):
-        carry, out = step(carry, jax.tree.map(lambda x, i=index: x[i], inputs))
-        # Fences every step, so that verify and fold compile the same step.
-        carry = lax.optimization_barrier(carry)
-        outputs.append(out)
-    return carry, None if outputs[0] is None else jnp.stack(outputs)
-
-
-def _columns_first(inputs: dict) -> dict:
-    return {name: jnp.moveaxis(x, 1, 0) for name, x in inputs.items()}
+def _choose(implementation: str, key, value, chain: bool) -> str:
+    """The form to run: "xla", "pallas" or "interpret"."""
+    key_dim, value_dim = key.shape[-1], value.shape[-1]
+    fits = chain and kernels.supports(key_dim, value_dim)
+    form = choose(implementation, gpu="pallas" if fits else "xla", other="xla")
+    if form not in ("xla", "pallas", "interpret"):
+        raise ValueError(
+            f"implementation: expected auto, xla, pallas or interpret, got {implementation!r}"
+        )
+    if form != "xla" and not fits:
+        raise NotImplementedError(
+            f"gated_delta_rule: the kernel takes chains with power-of-two heads of at least 16, "
+            f"got key {key_dim}, value {value_dim}, chain {chain}"
+        )
+    return form
 
 
 def _check(key, value, decay, recurrent) -> None:
     batch, columns, key_heads, key_dim = key.shape
     value_heads, value_dim = value.shape[2:]
-    expected = (batch, value_heads, value_dim, key_dim)
-    if value_heads % key_heads or recurrent.shape != expected:
-        raise ValueError(f"recurrent: expected {expected}, got {recurrent.shape}")
+    expected = (value_heads, value_dim, key_dim)
+    if value_heads % key_heads or recurrent.shape[1:] != expected:
+        raise ValueError(f"recurrent: expected [slots, *{expected}], got {recurrent.shape}")
     if decay.shape != (batch, columns, value_heads, 2):
         raise ValueError(
             f"decay: expected {(batch, columns, value_heads, 2)}, got {decay.shape}"

@@ -55,13 +55,6 @@ class GdnRecords:
     decay: jax.Array
     conv_input: jax.Array
 
-    def along(self, path) -> "GdnRecords":
-        """Records in path order: entry i is column path[b, i]."""
-        def take(x):
-            return jnp.take_along_axis(x, path.reshape(*path.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-        return jax.tree.map(take, self)
-
 
 def fold(state: GdnState, records: GdnRecords, rows, path, count, *, implementation) -> GdnState:
     """Applies the first `count` records along `path` to each row's state.
@@ -72,10 +65,14 @@ def fold(state: GdnState, records: GdnRecords, rows, path, count, *, implementat
       count: [B] int32; a row with 0 leaves every byte unchanged.
     Source: contracts 9.3.
     """
-    image = state.rows(rows.read_slot)
-    kept = records.along(path)
+    slots = state.conv.shape[0]
     recurrent = gated_delta_fold(
-        kept.key, kept.value, kept.decay, image.recurrent, count, implementation=implementation
+        records.key, records.value, records.decay, state.recurrent, path, rows.read_slot,
+        rows.write_slot, count, implementation=implementation,
     )
-    conv = shift_history(image.conv, records.conv_input, path, count)
-    return state.put(rows.write_slot, GdnState(recurrent=recurrent, conv=conv), count)
+    history = state.conv[jnp.minimum(rows.read_slot, slots - 1)]
+    moved = shift_history(history, records.conv_input, path, count)
+    target = jnp.where(count > 0, rows.write_slot, slots)
+    return GdnState(
+        recurrent=recurrent, conv=state.conv.at[target].set(moved, mode="drop")
+    )

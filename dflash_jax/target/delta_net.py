@@ -38,18 +38,21 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(gdn.value_dim, self.config.norm_eps, offset=False)
         self.output = Linear(self.config.hidden, gdn.value_width, param)
 
-    def verify(self, x, columns, image: GdnState):
-        """[B, W, H] normed -> y [B, W, H] and `GdnRecords`; the state image is read only."""
-        query, records, z = self._inputs(x, columns, image)
+    def verify(self, x, columns, state: GdnState):
+        """[B, W, H] normed -> y [B, W, H] and `GdnRecords`; the state is read only."""
+        slots = state.conv.shape[0]
+        history = state.conv[jnp.minimum(columns.slot, slots - 1)]
+        query, records, z = self._inputs(x, columns, history)
         mixed = gated_delta_verify(
-            query, records.key, records.value, records.decay, image.recurrent,
+            query, records.key, records.value, records.decay, state.recurrent, columns.slot,
             columns.parent, columns.live, chain=columns.chain, implementation=self.implementation,
         )
         return self._close(mixed, z), records
 
-    def prefill(self, x, columns, image: GdnState):
-        """[B, T, H] normed -> y [B, T, H] and the image after the live columns."""
-        query, records, z = self._inputs(x, columns, image)
+    def prefill(self, x, columns, state: GdnState):
+        """[B, T, H] normed -> y [B, T, H] and the rows' image after the live columns."""
+        image = state.rows(columns.slot)
+        query, records, z = self._inputs(x, columns, image.conv)
         mixed, recurrent = gated_delta_prefill(
             query, records.key, records.value, records.decay, image.recurrent, columns.live
         )
@@ -57,13 +60,13 @@ class GatedDeltaNet(nn.Module):
         conv = shift_history(image.conv, records.conv_input, path, columns.live)
         return self._close(mixed, z), GdnState(recurrent=recurrent, conv=conv)
 
-    def _inputs(self, x, columns, image: GdnState):
+    def _inputs(self, x, columns, history):
         """Query [B, W, Hk, Dk], records of every column, and the output gate z."""
         gdn, dtype = self.config.gdn, self.dtypes.activation_dtype
         parts = self.in_proj(x, jnp.float32)
         conv_input = parts["qkv"].astype(dtype)
         mixed = causal_conv1d_silu(
-            conv_input, image.conv, self.conv, columns.parent, chain=columns.chain
+            conv_input, history, self.conv, columns.parent, chain=columns.chain
         ).astype(dtype)
         width = gdn.key_heads * gdn.key_dim
         query, key, value = jnp.split(mixed, [width, 2 * width], axis=-1)

@@ -99,7 +99,7 @@ class TargetBlock(nn.Module):
             self.mlp = SwiGlu(config.hidden, config.intermediate, self.dtypes.param_dtype)
 
     def __call__(self, x, columns: TargetColumns, memory, *, records: bool):
-        """x [B, W, H] and this layer's `KVPages` or image -> x and its rows, records or image."""
+        """x and this layer's `KVPages` or `GdnState` -> x and its rows, records or new image."""
         dtype = self.dtypes.activation_dtype
         normed = self.input_norm(x).astype(dtype)
         if self.kind == LayerKind.FULL:
@@ -167,8 +167,7 @@ class Target(nn.Module):
                 x, rows = layer(x, columns, state.kv[len(kv_rows)], records=records)
                 kv_rows.append(rows)
             else:
-                image = state.gdn[len(gdn)].rows(columns.slot)
-                x, kept = layer(x, columns, image, records=records)
+                x, kept = layer(x, columns, state.gdn[len(gdn)], records=records)
                 gdn.append(kept)
             if index in self.capture:
                 residuals[index] = x

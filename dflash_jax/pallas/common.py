@@ -1,0 +1,46 @@
+"""The one place that names Pallas' Triton lowering, and every version-dependent line of it.
+
+jax 0.10.2 lowers a GPU `pallas_call` without compiler parameters through Mosaic, later versions
+through Triton; parameters are therefore always explicit. Triton is deprecated upstream since 0.11
+and warns at each lowering: that one warning is filtered here.
+"""
+
+import warnings
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+
+load, store = plt.load, plt.store
+WHOLE = pl.BlockSpec(memory_space=pl.ANY)
+
+
+def gpu_call(
+    kernel, *, name, out_shape, grid, in_specs, out_specs, interpret,
+    aliases=None, num_warps=4, num_stages=2,
+):
+    """A `pallas_call` through Triton.
+
+    Args:
+      name: found again in the HLO and in profiles.
+      aliases: input index -> output index of buffers updated in place; donate them in the jit too.
+      interpret: runs the kernel as XLA operations. An argument, never derived from the device:
+        kernels are compiled for a GPU on machines that have none.
+    """
+    return pl.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        input_output_aliases=aliases or {},
+        interpret=interpret,
+        name=name,
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+    )
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether a kernel array may have this extent."""
+    return number > 0 and number & (number - 1) == 0

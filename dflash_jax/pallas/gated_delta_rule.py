@@ -1,0 +1,141 @@
+"""Verification and fold of the gated delta rule with the state in registers.
+
+Implements: ops/gated_delta_rule.py, `gated_delta_verify` on a chain and `gated_delta_fold`.
+Matches when: Dk and Dv are powers of two, at least 16.
+Assumes: rows of one call write distinct slots, and no row reads a slot that another writes.
+
+One program owns a [tile, Dk] piece of one value head's state of one row and walks the columns. Both
+kernels inline the same step on the same tile with the same warps, so a fold reproduces
+verification's trajectory bit for bit.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from dflash_jax.pallas.common import WHOLE, gpu_call, is_power_of_two
+
+_L2_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows of the state a program holds, and its warps."""
+
+    value_dim: int = 16
+    num_warps: int = 4
+
+
+def supports(key_dim: int, value_dim: int) -> bool:
+    """Whether the kernels take heads of these widths."""
+    return all(is_power_of_two(n) and n >= 16 for n in (key_dim, value_dim))
+
+
+def verify(query, key, value, decay, recurrent, slot, live, *, interpret, tiles=None):
+    """Outputs of a chain of columns; `recurrent` is the pool [slots, Hv, Dv, Dk], read only.
+
+    Args: as in the op, with slot [B] int32 (idle rows out of range) in place of gathered states.
+    Returns:
+      [B, W, Hv, Dv] fp32; columns >= live are exactly zero.
+    """
+    tiles = tiles or Tiles()
+    batch, columns, value_heads, value_dim = value.shape
+    rows = min(tiles.value_dim, value_dim)
+
+    def kernel(query, key, value, decay, pool, slot, live, out):
+        row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        place = pl.ds(part * rows, rows)
+        count = live[row]
+        state = pool[jnp.minimum(slot[row], pool.shape[0] - 1), head, place, :]
+
+        def column(index, state):
+            state = _step(state, row, index, head, place, key, value, decay)
+            out[row, index, head, place] = _read(state, query, row, index, head, value_heads)
+            return state
+
+        lax.fori_loop(0, count, column, state)
+
+        def blank(index, carry):
+            out[row, index, head, place] = jnp.zeros((rows,), jnp.float32)
+            return carry
+
+        lax.fori_loop(count, columns, blank, 0)
+
+    return gpu_call(
+        kernel,
+        name="gated_delta_verify",
+        out_shape=jax.ShapeDtypeStruct(value.shape, jnp.float32),
+        grid=(batch, value_heads, value_dim // rows),
+        in_specs=[WHOLE] * 7,
+        out_specs=WHOLE,
+        interpret=interpret,
+        num_warps=tiles.num_warps,
+    )(query, key, value, decay, recurrent, slot, live)
+
+
+def fold(key, value, decay, recurrent, path, read_slot, write_slot, count, *, interpret,
+         tiles=None):
+    """Applies `count` records along `path` to the states of the pool, in place.
+
+    Args: as in the op, with the pool [slots, Hv, Dv, Dk], path [B, W] int32 (record of each step)
+      and the slots [B] int32 to read and write; a row with count = 0 writes nothing.
+    Returns:
+      the pool; donate it in the enclosing jit, or a copy is made first.
+    """
+    tiles = tiles or Tiles()
+    batch, _, value_heads, value_dim = value.shape
+    rows = min(tiles.value_dim, value_dim)
+    slots = recurrent.shape[0]
+
+    def kernel(key, value, decay, pool, path, read_slot, write_slot, count, out):
+        row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        place = pl.ds(part * rows, rows)
+        steps, target = count[row], write_slot[row]
+
+        @pl.when((steps > 0) & (target < slots))
+        def _():
+            state = pool[jnp.minimum(read_slot[row], slots - 1), head, place, :]
+
+            def column(index, state):
+                return _step(state, row, path[row, index], head, place, key, value, decay)
+
+            out[target, head, place, :] = lax.fori_loop(0, steps, column, state)
+
+    return gpu_call(
+        kernel,
+        name="gated_delta_fold",
+        out_shape=jax.ShapeDtypeStruct(recurrent.shape, recurrent.dtype),
+        grid=(batch, value_heads, value_dim // rows),
+        in_specs=[WHOLE] * 8,
+        out_specs=WHOLE,
+        aliases={3: 0},
+        interpret=interpret,
+        num_warps=tiles.num_warps,
+    )(key, value, decay, recurrent, path, read_slot, write_slot, count)
+
+
+def _step(state, row, index, head, place, key, value, decay):
+    """M <- alpha M + beta (v - alpha M k) k^T for a [rows, Dk] piece of M."""
+    k = _unit(key[row, index, _key_head(head, key, value), :])
+    v = value[row, index, head, place].astype(jnp.float32)
+    alpha, beta = jnp.exp(decay[row, index, head, 0]), decay[row, index, head, 1]
+    decayed = alpha * state
+    delta = beta * (v - jnp.sum(decayed * k[None, :], axis=1))
+    return decayed + delta[:, None] * k[None, :]
+
+
+def _read(state, query, row, index, head, value_heads):
+    q = _unit(query[row, index, head // (value_heads // query.shape[2]), :])
+    return jnp.sum(state * q[None, :], axis=1) * state.shape[1] ** -0.5
+
+
+def _key_head(head, key, value):
+    return head // (value.shape[2] // key.shape[2])
+
+
+def _unit(x):
+    wide = x.astype(jnp.float32)
+    return wide * lax.rsqrt(jnp.sum(wide * wide) + _L2_EPS)
