@@ -91,7 +91,8 @@ def conditional_walk(edges, candidates, temperature, uniforms):
         return chosen, (chosen, q)
 
     by_position = (jnp.moveaxis(edges, 1, 0), jnp.moveaxis(uniforms, 1, 0))
-    _, (ranks, q) = lax.scan(step, jnp.zeros(batch, jnp.int32), by_position)
+    # Unrolled: on a GPU a loop of a few numbers would leave the captured graph of the round.
+    _, (ranks, q) = lax.scan(step, jnp.zeros(batch, jnp.int32), by_position, unroll=True)
     ranks = ranks.T
     tokens = jnp.take_along_axis(candidates, ranks[..., None], axis=2)[..., 0]
     return Walk(ranks=ranks, tokens=tokens, q=jnp.moveaxis(q, 0, 1))
