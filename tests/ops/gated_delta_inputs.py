@@ -1,0 +1,136 @@
+"""Inputs of the gated delta rule for its tests: columns, states, trees, poison."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.ops.gated_delta_rule import (
+    gated_delta_fold,
+    gated_delta_prefill,
+    gated_delta_verify,
+)
+from tests.oracles import gated_delta_rule as oracle
+
+# Dk is a power of four, so that 1/sqrt(Dk) is exact; Dk != Dv shows a missing transpose. Both are
+# powers of two of at least 16, which the kernel takes.
+KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 6, 16, 32
+WIDTH = 6
+# Parents of column 0..5, one tree a row: a chain, a star, and three with side branches.
+TREES = np.array(
+    [
+        [0, 0, 1, 2, 3, 4],
+        [0, 0, 0, 0, 0, 0],
+        [0, 0, 1, 2, 1, 4],
+        [0, 0, 0, 2, 1, 3],
+        [0, 0, 1, 1, 1, 0],
+    ],
+    np.int32,
+)
+CHAIN = np.broadcast_to(TREES[0], TREES.shape)
+BATCH = len(TREES)
+
+# Implementations of chains and of the fold; trees have one, "xla".
+FORMS = pytest.mark.parametrize(
+    "form", ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
+POISON = pytest.mark.parametrize("poison", ["nan", "largest", "inf"])
+
+
+@dataclasses.dataclass
+class Columns:
+    """Inputs of B rows and T columns, leading axes [B, T]."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    decay: np.ndarray
+
+    def map(self, function):
+        return Columns(*(function(x) for x in self.all()))
+
+    def all(self):
+        return self.query, self.key, self.value, self.decay
+
+    def records(self):
+        return self.key, self.value, self.decay
+
+
+def make_columns(batch, length, *, seed=0, dtype="bfloat16"):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.standard_normal((batch, length, *shape)).astype(jnp.dtype(dtype))
+
+    heads = (batch, length, VALUE_HEADS)
+    gates = [-rng.exponential(0.5, heads), rng.uniform(0.0, 1.0, heads)]
+    return Columns(
+        query=normal(KEY_HEADS, KEY_DIM),
+        key=normal(KEY_HEADS, KEY_DIM),
+        value=normal(VALUE_HEADS, VALUE_DIM),
+        decay=np.stack(gates, axis=-1).astype(np.float32),
+    )
+
+
+def make_state(batch, *, seed=1):
+    shape = (batch, VALUE_HEADS, VALUE_DIM, KEY_DIM)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def poisoned(columns, live, poison):
+    """The same columns with every one from live[b] on destroyed."""
+
+    def destroy(x):
+        value = {"nan": np.nan, "inf": -np.inf, "largest": float(jnp.finfo(x.dtype).max)}[poison]
+        x = x.copy()
+        for b, count in enumerate(live):
+            x[b, count:] = value
+        return x
+
+    return columns.map(destroy)
+
+
+@functools.cache
+def compiled_verify(chain, form):
+    return jax.jit(functools.partial(gated_delta_verify, chain=chain, implementation=form))
+
+
+@functools.cache
+def compiled_fold(form):
+    return jax.jit(functools.partial(gated_delta_fold, implementation=form))
+
+
+jit_prefill = jax.jit(gated_delta_prefill)
+
+
+def verify(columns, state, parent, live, *, chain, form="xla"):
+    """Row b reads slot b."""
+    slot = np.arange(len(live), dtype=np.int32)
+    call = compiled_verify(chain, form)
+    return np.asarray(call(*columns.all(), state, slot, ints(parent), ints(live)))
+
+
+def fold_records(columns, state, count, *, path=None, form="xla"):
+    """Row b reads and writes slot b; without a path the columns are in order."""
+    batch, width = columns.key.shape[:2]
+    path = np.tile(np.arange(width), (batch, 1)) if path is None else path
+    slot = np.arange(batch, dtype=np.int32)
+    call = compiled_fold(form)
+    return np.asarray(call(*columns.records(), state, ints(path), slot, slot, ints(count)))
+
+
+def ints(values):
+    return np.asarray(values, np.int32)
+
+
+def root_paths(column):
+    """Per tree: the root path of a column padded with zeros to [B, WIDTH], and its length."""
+    paths = [oracle.root_path(parent, column) for parent in TREES]
+    return np.array([p + [0] * (WIDTH - len(p)) for p in paths]), [len(p) for p in paths]
+
+
+def take_columns(x, at):
+    return np.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)

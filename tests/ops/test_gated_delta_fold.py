@@ -1,0 +1,192 @@
+"""The fold of records against verification's own state, bit for bit, and its slots."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.state.decode import Rows
+from dflash_jax.state.gdn import GdnRecords, GdnState, fold
+from tests.ops.gated_delta_inputs import (
+    BATCH,
+    CHAIN,
+    FORMS,
+    KEY_DIM,
+    KEY_HEADS,
+    POISON,
+    TREES,
+    VALUE_DIM,
+    VALUE_HEADS,
+    WIDTH,
+    Columns,
+    compiled_fold,
+    fold_records,
+    ints,
+    make_columns,
+    make_state,
+    poisoned,
+    root_paths,
+    verify,
+)
+from tests.oracles import gated_delta_rule as oracle
+from tests.tolerances import FP32_CHAIN, assert_close, assert_same_bits
+
+
+@FORMS
+@pytest.mark.parametrize("count", range(WIDTH + 1))
+def test_fold_follows_the_recurrence(count, form):
+    columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
+    actual = fold_records(columns, state, [count] * BATCH, form=form)
+    for b in range(BATCH):
+        row = [x[b] for x in columns.all()]
+        assert_close(actual[b], oracle.sequence(state[b], *row, count)[1], FP32_CHAIN)
+
+
+@FORMS
+def test_fold_of_no_record_is_a_strict_no_op(form):
+    columns = poisoned(make_columns(BATCH, WIDTH), [0] * BATCH, "nan")
+    state = make_state(BATCH)
+    state[:, :, 0, :5] = [-0.0, 1e-42, np.inf, -np.inf, np.nan]
+    assert_same_bits(fold_records(columns, state, [0] * BATCH, form=form), state)
+
+
+@FORMS
+@pytest.mark.parametrize("width", [WIDTH, 1])
+def test_fold_of_m_is_m_folds_of_one_bit_for_bit(width, form):
+    columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
+    stepped = state
+    for count in range(1, WIDTH + 1):
+        one = columns.map(lambda x, at=count - 1: np.roll(x, -at, axis=1)[:, :width])
+        stepped = fold_records(one, stepped, [1] * BATCH, form=form)
+        whole = fold_records(columns, state, [count] * BATCH, form=form)
+        assert_same_bits(whole, stepped)
+
+
+def test_fold_counts_differ_by_row():
+    columns, state, count = make_columns(BATCH, WIDTH), make_state(BATCH), [6, 0, 3, 1, 5]
+    mixed = fold_records(columns, state, count)
+    for b, own in enumerate(count):
+        assert_same_bits(mixed[b], fold_records(columns, state, [own] * BATCH)[b])
+
+
+@FORMS
+@pytest.mark.parametrize("count", range(WIDTH + 1))
+def test_fold_is_the_state_of_verification_bit_for_bit(count, form):
+    """Probes read verification's own state entry by entry, after `count` of its columns."""
+    columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
+    parent = np.maximum(np.arange(WIDTH + KEY_DIM) - 1, 0)
+    seen = probe(columns, state, parent, chain=True, form=form, at=count)
+    assert_same_bits(seen, fold_records(columns, state, [count] * BATCH, form=form))
+
+
+@pytest.mark.parametrize("column", range(WIDTH))
+def test_fold_along_a_path_is_the_state_of_tree_verification_bit_for_bit(column):
+    columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
+    parent = [[*tree, *[column] * KEY_DIM] for tree in TREES]
+    seen = probe(columns, state, parent, chain=False, at=WIDTH)
+    path, depth = root_paths(column)
+    assert_same_bits(seen, fold_records(columns, state, depth, path=path))
+
+
+def probe(columns, state, parent, *, chain, at, form="xla"):
+    """The state that verification holds at the parent of the probe columns, [B, Hv, Dv, Dk].
+
+    Probes stand before column `at`. They have g = beta = 0 and so move nothing. The query of each
+    is one basis vector: its output is one column of the state over sqrt(Dk), a power of two.
+    """
+    query = np.zeros((BATCH, KEY_DIM, KEY_HEADS, KEY_DIM), columns.query.dtype)
+    for i in range(KEY_DIM):
+        query[:, i, :, i] = 2.0**10
+    probes = Columns(
+        query=query,
+        key=np.zeros_like(query),
+        value=np.zeros((BATCH, KEY_DIM, VALUE_HEADS, VALUE_DIM), columns.value.dtype),
+        decay=np.zeros((BATCH, KEY_DIM, VALUE_HEADS, 2), np.float32),
+    )
+    mixed = Columns(
+        *(
+            np.concatenate([real[:, :at], extra, real[:, at:]], axis=1)
+            for real, extra in zip(columns.all(), probes.all(), strict=True)
+        )
+    )
+    width = WIDTH + KEY_DIM
+    parent = np.broadcast_to(parent, (BATCH, width))
+    out = verify(mixed, state, parent, [width] * BATCH, chain=chain, form=form)
+    return np.moveaxis(out[:, at : at + KEY_DIM], 1, -1) * np.float32(KEY_DIM**0.5)
+
+
+@FORMS
+@pytest.mark.parametrize("count", range(WIDTH))
+def test_folding_and_continuing_equals_never_having_stopped(count, form):
+    columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
+    whole = verify(columns, state, CHAIN, [WIDTH] * BATCH, chain=True, form=form)
+    folded = fold_records(columns, state, [count] * BATCH, form=form)
+    rest = columns.map(lambda x: np.roll(x, -count, axis=1))
+    left = WIDTH - count
+    resumed = verify(rest, folded, CHAIN, [left] * BATCH, chain=True, form=form)
+    assert_same_bits(resumed[:, :left], whole[:, count:])
+
+
+SLOTS = 6
+# Rows read these slots and write those: in place, forks, a shared source beside an idle row.
+MOVES = pytest.mark.parametrize(
+    "read, write", [([4, 0, 2], [4, 0, 2]), ([4, 0, 2], [1, 3, 5]), ([4, 4, 7], [1, 3, 2**31 - 1])]
+)
+
+
+@FORMS
+@MOVES
+@pytest.mark.parametrize("count", [[5, 0, 2], [0, 1, 6]])
+def test_fold_reads_one_slot_and_writes_another(read, write, count, form):
+    """Only the written slots of rows with a count change; path entries past it may be anything."""
+    columns, pool = make_columns(3, WIDTH), make_state(SLOTS)
+    path = np.tile(ints([0, 2, 3, 5, 4, 1]), (3, 1))
+    expected = pool.copy()
+    states = pool[np.minimum(read, SLOTS - 1)]
+    moved = fold_records(columns, states, count, path=path, form=form)
+    for b, kept in enumerate(count):
+        if kept and write[b] < SLOTS:
+            expected[write[b]] = moved[b]
+        path[b, kept:] = 10**6
+    call = compiled_fold(form)
+    slots = ints(read), ints(write)
+    actual = np.asarray(call(*columns.records(), pool, path, *slots, ints(count)))
+    assert_same_bits(actual, expected)
+
+
+@FORMS
+@MOVES
+def test_d7_fold_of_a_layer_moves_its_convolution_history_too(read, write, form):
+    """The history is the last three of old history ++ kept inputs, so two keep one old column."""
+    count, channels = [5, 0, 2], 7
+    columns, rng = make_columns(3, WIDTH), np.random.default_rng(7)
+    inputs = rng.standard_normal((3, WIDTH, channels)).astype(jnp.bfloat16)
+    conv = rng.standard_normal((SLOTS, 3, channels)).astype(jnp.bfloat16)
+    pool, path = make_state(SLOTS), np.tile(ints([0, 2, 3, 5, 4, 1]), (3, 1))
+    after = jax.jit(functools.partial(fold, implementation=form))(
+        GdnState(recurrent=jnp.asarray(pool), conv=jnp.asarray(conv)),
+        GdnRecords(*columns.records(), conv_input=inputs),
+        Rows(lane=ints(write), read_slot=ints(read), write_slot=ints(write)),
+        path,
+        ints(count),
+    )
+    expected = conv.copy()
+    for b, kept in enumerate(count):
+        if kept and write[b] < SLOTS:
+            expected[write[b]] = np.concatenate([conv[read[b]], inputs[b, path[b, :kept]]])[-3:]
+    assert_same_bits(np.asarray(after.conv), expected)
+    slots = ints(read), ints(write)
+    moved = compiled_fold(form)(*columns.records(), pool, path, *slots, ints(count))
+    assert_same_bits(np.asarray(after.recurrent), np.asarray(moved))
+
+
+@FORMS
+@POISON
+def test_records_past_the_count_never_leak(poison, form):
+    count = [6, 4, 2, 1, 0]
+    columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
+    clean = fold_records(columns, state, count, form=form)
+    dirty = fold_records(poisoned(columns, count, poison), state, count, form=form)
+    assert_same_bits(dirty, clean)
