@@ -33,8 +33,8 @@ def text_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @torch.inference_mode()
-def run_target(model: torch.nn.Module, ids: list[int], first: int | None = None) -> TargetRun:
-    """Runs `ids` with a cache, in one call, or in two of which the first has `first` tokens."""
+def run_target(model: torch.nn.Module, ids: list[int], parts: list[int] | None = None) -> TargetRun:
+    """Runs `ids` with a cache, in one call or in calls of the given lengths."""
     stack, config = text_model(model), model.config.get_text_config()
     cache = DynamicCache(config=config)
     residuals: list[list[torch.Tensor]] = [[] for _ in stack.layers]
@@ -42,11 +42,8 @@ def run_target(model: torch.nn.Module, ids: list[int], first: int | None = None)
         layer.register_forward_hook(lambda _m, _i, out, sink=sink: sink.append(_first(out)[0]))
         for layer, sink in zip(stack.layers, residuals, strict=True)
     ]
-    parts = [ids] if first is None else [ids[:first], ids[first:]]
-    logits = [
-        model(torch.tensor([part]), past_key_values=cache, use_cache=True).logits[0]
-        for part in parts
-    ]
+    calls = torch.tensor([ids]).split(parts or [len(ids)], dim=1)
+    logits = [model(call, past_key_values=cache, use_cache=True).logits[0] for call in calls]
     for hook in hooks:
         hook.remove()
     linear = [i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"]
@@ -59,6 +56,19 @@ def run_target(model: torch.nn.Module, ids: list[int], first: int | None = None)
         keys=[cache.layers[i].keys[0].numpy() for i in full],
         values=[cache.layers[i].values[0].numpy() for i in full],
     )
+
+
+def greedy(model: torch.nn.Module, prompt: list[int], budget: int) -> tuple[list[int], TargetRun]:
+    """`budget` greedy tokens, and the states once all but the last of them are processed.
+
+    Each token is chosen by a run over everything before it; the states come from a cached decode,
+    one token a call.
+    """
+    output: list[int] = []
+    while len(output) < budget:
+        output.append(int(run_target(model, prompt + output).logits[-1].argmax()))
+    processed = prompt + output[:-1]
+    return output, run_target(model, processed, parts=[len(prompt)] + [1] * (budget - 1))
 
 
 def _first(output):

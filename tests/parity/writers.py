@@ -15,150 +15,15 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
-
-_TARGET_BASE = dict(
-    rms_norm_eps=1e-6,
-    max_position_embeddings=512,
-    attention_bias=False,
-    hidden_act="silu",
-    tie_word_embeddings=False,
+from tests.parity.geometries import (
+    ATTENTION,
+    DRAFT_GEOMETRIES,
+    MOE,
+    MULTIMODAL,
+    TAPS,
+    TARGET_BASE,
+    VISION,
 )
-_VISION = dict(
-    depth=1,
-    hidden_size=16,
-    intermediate_size=16,
-    num_heads=2,
-    patch_size=4,
-    num_position_embeddings=16,
-)
-
-# Odd head ratios, odd vocabularies, two rotary fractions, kernels 2 to 5, key dim != value dim.
-_ATTENTION = {
-    "grouped": dict(
-        hidden_size=48,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=131,
-        layer_types=[LINEAR, LINEAR, FULL, LINEAR, FULL],
-        linear_num_key_heads=2,
-        linear_num_value_heads=6,
-        linear_key_head_dim=8,
-        linear_value_head_dim=12,
-        linear_conv_kernel_dim=4,
-        rope_parameters=dict(
-            rope_type="default",
-            rope_theta=1e4,
-            partial_rotary_factor=0.5,
-            mrope_section=[2, 1, 1],
-            mrope_interleaved=True,
-        ),
-    ),
-    "single_kv": dict(
-        hidden_size=64,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=32,
-        vocab_size=97,
-        layer_types=[FULL, LINEAR, LINEAR],
-        linear_num_key_heads=3,
-        linear_num_value_heads=3,
-        linear_key_head_dim=16,
-        linear_value_head_dim=8,
-        linear_conv_kernel_dim=3,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        rope_parameters=dict(
-            rope_type="default",
-            rope_theta=1e6,
-            partial_rotary_factor=0.25,
-            mrope_section=[2, 1, 1],
-            mrope_interleaved=True,
-        ),
-    ),
-    "ungrouped": dict(
-        hidden_size=40,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=24,
-        vocab_size=113,
-        layer_types=[LINEAR, LINEAR, LINEAR, FULL],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=12,
-        linear_value_head_dim=20,
-        linear_conv_kernel_dim=5,
-        rope_parameters=dict(
-            rope_type="default",
-            rope_theta=5e5,
-            partial_rotary_factor=0.5,
-            mrope_section=[2, 2, 2],
-            mrope_interleaved=True,
-        ),
-    ),
-}
-_MOE = {
-    "grouped": dict(num_experts=5, num_experts_per_tok=1),
-    "single_kv": dict(num_experts=8, num_experts_per_tok=3),
-    "ungrouped": dict(num_experts=6, num_experts_per_tok=2),
-}
-TARGET_GEOMETRIES = tuple(_ATTENTION)
-# The multimodal class nests its names and config; the text-only class does not.
-_MULTIMODAL = {"grouped", "ungrouped"}
-
-DRAFT_GEOMETRIES = {
-    # No `is_causal`: the published rule makes the sliding layers causal.
-    "mixed": dict(
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=56,
-        layer_types=[SLIDING, SLIDING, FULL],
-        sliding_window=7,
-        rope_theta=1e4,
-        block_size=6,
-        rms_norm_eps=1e-6,
-        conv_kernel_size=2,
-        conv_group_size=8,
-        selector_rank=5,
-        selector_top_k=6,
-    ),
-    "full": dict(
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=24,
-        intermediate_size=40,
-        layer_types=[FULL, FULL],
-        sliding_window=None,
-        rope_theta=1e7,
-        block_size=5,
-        rms_norm_eps=1e-5,
-        conv_kernel_size=3,
-        conv_group_size=4,
-        selector_rank=8,
-        selector_top_k=4,
-    ),
-    # The window is narrower than the block, so it also cuts inside the block.
-    "narrow": dict(
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=48,
-        layer_types=[SLIDING, SLIDING, SLIDING],
-        sliding_window=4,
-        is_causal=False,
-        rope_theta=5e5,
-        block_size=8,
-        rms_norm_eps=1e-6,
-        conv_kernel_size=1,
-        conv_group_size=2,
-        selector_rank=16,
-        selector_top_k=3,
-    ),
-}
-# Taps by number of target layers: not ascending, one of them the first block.
-_TAPS = {5: [1, 3, 0], 3: [1, 0], 4: [2, 0, 1]}
 
 
 def _fan_in(name: str, parameter: torch.Tensor) -> int:
@@ -191,17 +56,17 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 def make_target(geometry: str, *, moe: bool, seed: int = 0) -> torch.nn.Module:
     """A random float32 target of a named geometry, in evaluation mode."""
-    text = {**_TARGET_BASE, **copy.deepcopy(_ATTENTION[geometry])}
+    text = {**TARGET_BASE, **copy.deepcopy(ATTENTION[geometry])}
     text["num_hidden_layers"] = len(text["layer_types"])
     if moe:
-        text |= dict(moe_intermediate_size=24, shared_expert_intermediate_size=20, **_MOE[geometry])
+        text |= dict(moe_intermediate_size=24, shared_expert_intermediate_size=20, **MOE[geometry])
     else:
         text |= dict(intermediate_size=72)
     family = "Qwen3_5Moe" if moe else "Qwen3_5"
-    if geometry in _MULTIMODAL:
+    if geometry in MULTIMODAL:
         config = getattr(transformers, f"{family}Config")(
             text_config=text,
-            vision_config={**_VISION, "out_hidden_size": text["hidden_size"]},
+            vision_config={**VISION, "out_hidden_size": text["hidden_size"]},
             tie_word_embeddings=text["tie_word_embeddings"],
         )
         model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
@@ -226,7 +91,7 @@ def make_draft(geometry: str, text_config, *, dflash2: bool, seed: int = 1) -> t
     section = dict(
         block_size=values.pop("block_size"),
         mask_token_id=text_config.vocab_size - 1,
-        target_layer_ids=_TAPS[text_config.num_hidden_layers],
+        target_layer_ids=TAPS[text_config.num_hidden_layers],
     )
     extra = {
         name: values.pop(name)
