@@ -79,11 +79,13 @@ def _first(output):
 class DraftRun:
     """One masked block after a context.
 
-    context: [F, H]; layers: [N, W, H]; hidden: [W, H]; logits: [W-1, V];
-    tokens: [W-1] greedy proposals.
+    context: [F, H]; context_keys, context_values: by layer [Hkv, F, D];
+    layers: [N, W, H]; hidden: [W, H]; logits: [W-1, V]; tokens: [W-1] greedy proposals.
     """
 
     context: np.ndarray
+    context_keys: list[np.ndarray]
+    context_values: list[np.ndarray]
     layers: np.ndarray
     hidden: np.ndarray
     logits: np.ndarray
@@ -97,7 +99,7 @@ def features_of(blocks: np.ndarray, layer_ids: list[int]) -> np.ndarray:
 
 @torch.inference_mode()
 def run_draft(draft, target, features: np.ndarray, anchor: int, width: int) -> DraftRun:
-    """Runs one block of `width` columns after `features` [F, taps * H], without a cache."""
+    """Runs one block of `width` columns after `features` [F, taps * H]."""
     block = torch.full((1, width), draft.mask_token_id)
     block[0, 0] = anchor
     embedding = functional.embedding(block, target.get_input_embeddings().weight)
@@ -106,11 +108,13 @@ def run_draft(draft, target, features: np.ndarray, anchor: int, width: int) -> D
         layer.register_forward_hook(lambda _m, _i, out: layers.append(_first(out)[0]))
         for layer in draft.layers
     ]
-    context = torch.from_numpy(features)[None]
+    context, count = torch.from_numpy(features)[None], features.shape[0]
+    cache = _UncutCache()
     hidden = draft(
         target_hidden=context,
         noise_embedding=embedding,
-        position_ids=torch.arange(features.shape[0] + width)[None],
+        position_ids=torch.arange(count + width)[None],
+        past_key_values=cache,
     )
     for hook in hooks:
         hook.remove()
@@ -122,10 +126,55 @@ def run_draft(draft, target, features: np.ndarray, anchor: int, width: int) -> D
         tokens = logits.argmax(-1)
     return DraftRun(
         context=draft.hidden_norm(draft.fc(context))[0].numpy(),
+        context_keys=[key[0, :, :count].numpy() for key, _ in cache.rows],
+        context_values=[value[0, :, :count].numpy() for _, value in cache.rows],
         layers=torch.stack(layers).numpy(),
         hidden=hidden[0].numpy(),
         logits=logits[0].numpy(),
         tokens=tokens[0].numpy(),
+    )
+
+
+class _UncutCache:
+    """Keeps the keys and values a layer was given, all of them."""
+
+    def __init__(self):
+        self.rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def update(self, key, value, _layer, _arguments):
+        self.rows.append((key, value))
+        return key, value
+
+
+@torch.inference_mode()
+def selector_scores(
+    draft, hidden: np.ndarray, logits: np.ndarray, anchor: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Unary scores and candidates [K, C] in rank order, and all edges [K, C, C].
+
+    The published selector scores only the predecessor it chose; this repeats its line for each.
+    """
+    selector = draft.candidate_selector
+    unary, candidates = torch.from_numpy(logits).topk(selector.top_k, dim=-1, sorted=True)
+    query = selector.hidden_projection(torch.from_numpy(hidden))
+    first = torch.full_like(candidates[:1], anchor)
+    predecessors = torch.cat([first, candidates[:-1]])
+    edges = unary[:, None, :] + torch.einsum(
+        "kpr,kcr->kpc",
+        selector.predecessor_codebook(predecessors) * query[:, None],
+        selector.successor_codebook(candidates),
+    )
+    return unary.numpy(), candidates.numpy(), edges.numpy()
+
+
+@torch.inference_mode()
+def convolve(convolution, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, ...]:
+    """A published convolution: prepared x, the output side's increments, finished y."""
+    prepared, closing = convolution.prepare(torch.from_numpy(x))
+    return (
+        prepared.numpy(),
+        closing.numpy(),
+        convolution.finish(torch.from_numpy(y), closing).numpy(),
     )
 
 

@@ -26,12 +26,6 @@ from tests.parity.geometries import (
 )
 
 
-def _fan_in(name: str, parameter: torch.Tensor) -> int:
-    if name.endswith("conv1d.weight"):
-        return parameter.shape[-1]
-    return 1 if "embed" in name or "codebook" in name else parameter.shape[-1]
-
-
 @torch.no_grad()
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """Draws every parameter: matrices with unit gain, norms around their neutral value."""
@@ -51,7 +45,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             # Neutral is 0 for the offset norms of the target and 1 for every plain norm.
             parameter.copy_(parameter.mean().round() + 0.3 * noise)
         else:
-            parameter.copy_(noise / _fan_in(name, parameter) ** 0.5)
+            fan_in = 1 if "codebook" in name else parameter.shape[-1]
+            parameter.copy_(noise / fan_in**0.5)
 
 
 def make_target(geometry: str, *, moe: bool, seed: int = 0) -> torch.nn.Module:
