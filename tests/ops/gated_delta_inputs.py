@@ -37,6 +37,17 @@ BATCH = len(TREES)
 FORMS = pytest.mark.parametrize(
     "form", ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 )
+# The same with the width of a value: 5 fills no vector of the processor, so that a step compiled in
+# two ways shows in the last bits.
+FORMS_BY_WIDTH = pytest.mark.parametrize(
+    "form, value_dim",
+    [
+        ("xla", 5),
+        ("xla", VALUE_DIM),
+        ("interpret", VALUE_DIM),
+        pytest.param("pallas", VALUE_DIM, marks=pytest.mark.gpu),
+    ],
+)
 POISON = pytest.mark.parametrize("poison", ["nan", "largest", "inf"])
 
 
@@ -59,7 +70,7 @@ class Columns:
         return self.key, self.value, self.decay
 
 
-def make_columns(batch, length, *, seed=0, dtype="bfloat16"):
+def make_columns(batch, length, *, value_dim=VALUE_DIM, seed=0, dtype="bfloat16"):
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -70,13 +81,13 @@ def make_columns(batch, length, *, seed=0, dtype="bfloat16"):
     return Columns(
         query=normal(KEY_HEADS, KEY_DIM),
         key=normal(KEY_HEADS, KEY_DIM),
-        value=normal(VALUE_HEADS, VALUE_DIM),
+        value=normal(VALUE_HEADS, value_dim),
         decay=np.stack(gates, axis=-1).astype(np.float32),
     )
 
 
-def make_state(batch, *, seed=1):
-    shape = (batch, VALUE_HEADS, VALUE_DIM, KEY_DIM)
+def make_state(batch, *, value_dim=VALUE_DIM, seed=1):
+    shape = (batch, VALUE_HEADS, value_dim, KEY_DIM)
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 

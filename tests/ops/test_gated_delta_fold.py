@@ -13,6 +13,7 @@ from tests.ops.gated_delta_inputs import (
     BATCH,
     CHAIN,
     FORMS,
+    FORMS_BY_WIDTH,
     KEY_DIM,
     KEY_HEADS,
     POISON,
@@ -28,10 +29,15 @@ from tests.ops.gated_delta_inputs import (
     make_state,
     poisoned,
     root_paths,
+    take_columns,
     verify,
 )
 from tests.oracles import gated_delta_rule as oracle
 from tests.tolerances import FP32_CHAIN, assert_close, assert_same_bits
+
+
+def make_inputs(value_dim):
+    return make_columns(BATCH, WIDTH, value_dim=value_dim), make_state(BATCH, value_dim=value_dim)
 
 
 @FORMS
@@ -45,6 +51,19 @@ def test_fold_follows_the_recurrence(count, form):
 
 
 @FORMS
+@pytest.mark.parametrize("column", range(WIDTH))
+def test_fold_along_a_path_is_the_fold_of_its_records(column, form):
+    columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
+    path, depth = root_paths(column)
+    actual = fold_records(columns, state, depth, path=path, form=form)
+    along = columns.map(lambda x: take_columns(x, path))
+    assert_same_bits(actual, fold_records(along, state, depth, form=form))
+    for b in range(BATCH):
+        row = [x[b] for x in along.all()]
+        assert_close(actual[b], oracle.sequence(state[b], *row, depth[b])[1], FP32_CHAIN)
+
+
+@FORMS
 def test_fold_of_no_record_is_a_strict_no_op(form):
     columns = poisoned(make_columns(BATCH, WIDTH), [0] * BATCH, "nan")
     state = make_state(BATCH)
@@ -52,10 +71,10 @@ def test_fold_of_no_record_is_a_strict_no_op(form):
     assert_same_bits(fold_records(columns, state, [0] * BATCH, form=form), state)
 
 
-@FORMS
+@FORMS_BY_WIDTH
 @pytest.mark.parametrize("width", [WIDTH, 1])
-def test_fold_of_m_is_m_folds_of_one_bit_for_bit(width, form):
-    columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
+def test_fold_of_m_is_m_folds_of_one_bit_for_bit(width, form, value_dim):
+    columns, state = make_inputs(value_dim)
     stepped = state
     for count in range(1, WIDTH + 1):
         one = columns.map(lambda x, at=count - 1: np.roll(x, -at, axis=1)[:, :width])
@@ -71,19 +90,20 @@ def test_fold_counts_differ_by_row():
         assert_same_bits(mixed[b], fold_records(columns, state, [own] * BATCH)[b])
 
 
-@FORMS
+@FORMS_BY_WIDTH
 @pytest.mark.parametrize("count", range(WIDTH + 1))
-def test_fold_is_the_state_of_verification_bit_for_bit(count, form):
+def test_fold_is_the_state_of_verification_bit_for_bit(count, form, value_dim):
     """Probes read verification's own state entry by entry, after `count` of its columns."""
-    columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
+    columns, state = make_inputs(value_dim)
     parent = np.maximum(np.arange(WIDTH + KEY_DIM) - 1, 0)
     seen = probe(columns, state, parent, chain=True, form=form, at=count)
     assert_same_bits(seen, fold_records(columns, state, [count] * BATCH, form=form))
 
 
+@pytest.mark.parametrize("value_dim", [5, VALUE_DIM])
 @pytest.mark.parametrize("column", range(WIDTH))
-def test_fold_along_a_path_is_the_state_of_tree_verification_bit_for_bit(column):
-    columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
+def test_fold_along_a_path_is_the_state_of_tree_verification_bit_for_bit(column, value_dim):
+    columns, state = make_inputs(value_dim)
     parent = [[*tree, *[column] * KEY_DIM] for tree in TREES]
     seen = probe(columns, state, parent, chain=False, at=WIDTH)
     path, depth = root_paths(column)
@@ -102,7 +122,7 @@ def probe(columns, state, parent, *, chain, at, form="xla"):
     probes = Columns(
         query=query,
         key=np.zeros_like(query),
-        value=np.zeros((BATCH, KEY_DIM, VALUE_HEADS, VALUE_DIM), columns.value.dtype),
+        value=np.zeros_like(columns.value, shape=(BATCH, KEY_DIM, *columns.value.shape[2:])),
         decay=np.zeros((BATCH, KEY_DIM, VALUE_HEADS, 2), np.float32),
     )
     mixed = Columns(
@@ -117,10 +137,10 @@ def probe(columns, state, parent, *, chain, at, form="xla"):
     return np.moveaxis(out[:, at : at + KEY_DIM], 1, -1) * np.float32(KEY_DIM**0.5)
 
 
-@FORMS
+@FORMS_BY_WIDTH
 @pytest.mark.parametrize("count", range(WIDTH))
-def test_folding_and_continuing_equals_never_having_stopped(count, form):
-    columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
+def test_folding_and_continuing_equals_never_having_stopped(count, form, value_dim):
+    columns, state = make_inputs(value_dim)
     whole = verify(columns, state, CHAIN, [WIDTH] * BATCH, chain=True, form=form)
     folded = fold_records(columns, state, [count] * BATCH, form=form)
     rest = columns.map(lambda x: np.roll(x, -count, axis=1))
