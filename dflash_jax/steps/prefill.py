@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 
 from dflash_jax.ops.vocab import public_argmax
 from dflash_jax.sampling.params import SamplingArrays
@@ -129,6 +130,8 @@ def prefill_chunk(
         supplied = chunk.embeddings.astype(embedded.dtype)
         embedded = jnp.where(chunk.replaced[:, :, None], supplied, embedded)
     output = target_call(models, params, "prefill", embedded, columns, state.target)
+    # Orders every read of the state before the writes below: otherwise XLA copies the pools.
+    output = lax.optimization_barrier(output)
 
     kv = tuple(
         pages.write(key, value, table, before.frontier, chunk.length)

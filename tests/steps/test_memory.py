@@ -1,0 +1,75 @@
+"""Claim 12: a step aliases the whole state and never copies a pool."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dflash_jax.sampling.params import SamplingArrays
+from dflash_jax.state.decode import Rows
+from dflash_jax.steps import PrefillChunk, commit, materialize, prefill_chunk, speculate
+from dflash_jax.steps.init import abstract_params
+from tests import cases
+
+# 64 lanes and one row: every pool is much larger than what one row reads.
+LANES, CONTEXT = 64, 1024
+
+
+def numbers(shape, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def abstract_steps(target, draft):
+    """The lowered steps of a pair with large pools, by name, and the abstract state."""
+    models = cases.tiny_models(
+        target, draft, 3, 1, lanes=LANES, slots=LANES, max_context=CONTEXT
+    )
+    state, params = jax.eval_shape(models.zeros), abstract_params(models)
+    one = numbers((1,))
+    rows, greedy = Rows(lane=one, read_slot=one, write_slot=one), SamplingArrays(
+        temperature=numbers((1,), jnp.float32)
+    )
+    extent = jax.eval_shape(lambda s: models.extent(s.gather(jnp.zeros((1,), jnp.int32))),
+                            state.sequence)
+    round_inputs = (params, state, rows, greedy, extent)
+    scratch = jax.eval_shape(lambda *a: speculate(models, *a), *round_inputs)[1]
+    chunk = PrefillChunk(
+        tokens=numbers((1, 16)), length=one, positions=numbers((1, 16, 3)),
+        embeddings=numbers((1, 0, 64), jnp.float32), replaced=numbers((1, 0), jnp.bool_),
+    )
+    return state, {
+        "speculate": lambda: speculate.lower(models, *round_inputs),
+        "commit": lambda: commit.lower(models, state, rows, scratch, one),
+        "materialize": lambda: materialize.lower(models, params, state, rows),
+        "prefill_chunk": lambda: prefill_chunk.lower(models, params, state, rows, chunk),
+    }
+
+
+def size(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def check(state, lower, name):
+    """Alias bytes equal the state's, nothing warns, and scratch is less than a quarter pool."""
+    pool = min(size(leaf) for leaf in jax.tree.leaves(state.target.kv))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memory = lower().compile().memory_analysis()
+    assert memory.alias_size_in_bytes == size(state), name
+    assert memory.temp_size_in_bytes < pool / 4, name
+
+
+@pytest.mark.parametrize("pair", [("dense", "dflash"), ("moe", "dflash2")], ids=str)
+def test_j14_a_round_aliases_the_state_and_copies_no_pool(pair):
+    state, steps = abstract_steps(*pair)
+    for name in ("speculate", "commit", "materialize"):
+        check(state, steps[name], name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", [("dense", "dflash"), ("moe", "dflash2")], ids=str)
+def test_j14_prefill_copies_no_pool(pair):
+    """On a CPU XLA drops the barrier that orders reads before writes, and copies."""
+    state, steps = abstract_steps(*pair)
+    check(state, steps["prefill_chunk"], "prefill_chunk")
