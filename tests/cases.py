@@ -94,9 +94,22 @@ def leaning_params(models: Models) -> Params:
     )
 
 
+def unbiased_params(models: Models) -> Params:
+    """The random parameters that `leaning_params` changes."""
+    draft = {} if models.draft is None else _random_draft(
+        models.target, models.draft, models.run.dtypes
+    )
+    return Params(target=_random_target(models.target, models.run.dtypes), draft=draft)
+
+
+@functools.cache
+def _random_target(target, dtypes):
+    return random_params(Models(target, None, tiny_run(0, 1, dtypes=dtypes)), seed=1).target
+
+
 @functools.cache
 def _leaning_target(target, dtypes):
-    drawn = random_params(Models(target, None, tiny_run(0, 1, dtypes=dtypes)), seed=1).target
+    drawn = _random_target(target, dtypes)
     # Channel 0 of every embedding is a constant, which only the favourite's head row reads.
     embedding = drawn["embedding"].at[:, 0].set(4.0)
     lean = 0.9 if target.moe is None else 0.8

@@ -82,13 +82,15 @@ class Session:
 
         def padded(values, dtype=np.int32):
             values = np.asarray(values, dtype)
-            return jnp.array(np.pad(values, [(0, batch - len(values))] + [(0, 0)] * (values.ndim - 1)))
+            full = np.zeros((batch, *values.shape[1:]), dtype)
+            full[: len(values)] = values
+            return jnp.array(full)
 
         return Admission(
             remaining=padded(budgets),
             capacity=padded(capacities),
             rope_delta=padded([rope_delta] * len(lanes)),
-            seed=padded([[lane, 0] for lane in lanes], np.uint32),
+            seed=padded(np.array([[lane, 0] for lane in lanes]).reshape(-1, 2), np.uint32),
             target_pages=padded(self.target_pages[list(lanes)]),
             draft_pages=padded(self.draft_pages[list(lanes)]),
         )

@@ -11,6 +11,7 @@ from tests.steps.poison import poison_with
 from tests.steps.scenes import HUGE, budget, plain_text, resumed
 from tests.tolerances import FP32_CHAIN, assert_close
 
+
 def check_equivalence(combination):
     target, draft, _, _ = combination
     expected = {lane: text[: budget(lane)] for lane, text in plain_text(target).items()}
