@@ -118,4 +118,4 @@ def _counts_match(sequence, lane: int, ledger: list[int]) -> bool:
         return False
     tail = ledger[len(ledger) - published :]
     expected = np.bincount(tail, minlength=sequence.counts.shape[1])
-    return bool((expected == sequence.counts[lane]).all())
+    return np.array_equal(expected, sequence.counts[lane])
