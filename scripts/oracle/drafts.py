@@ -51,7 +51,7 @@ def check_draft(golden: Golden, kit: LoadedKit) -> Checks:
     target, target_params = kit.target(golden.target)
     draft, draft_params = kit.draft(golden.draft, golden.target)
     prompt, width = golden["prompt"], len(golden["block_ids"])
-    models = models_for(target, draft, draft_tokens=width - 1, positions=len(prompt) + 2 * width)
+    models = models_for(target, draft, draft_tokens=width - 1, positions=len(prompt) + width)
     params = Params(target=target_params, draft=draft_params)
     pair = context_after(models, params, prompt)
     anchor = jnp.asarray(golden["anchor"], jnp.int32)[None]
