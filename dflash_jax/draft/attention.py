@@ -1,12 +1,14 @@
 """Attention of one draft layer: the block's columns over the context and one another."""
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
 from dflash_jax.config import DraftConfig, DraftKind, DtypePolicy, LayerKind
 from dflash_jax.layers import FusedLinear, Linear, RMSNorm
 from dflash_jax.ops.rope import rope_1d
+from dflash_jax.ops.rounding import round_to
 from dflash_jax.ops.sliding_window_attention import sliding_window_attention
 from dflash_jax.ops.softmax_attention import softmax_attention
 
@@ -54,9 +56,9 @@ class DraftAttention(nn.Module):
     def __call__(self, x, columns: DraftColumns, store, out_dtype):
         """x [B, W, H], and this layer's `KVRing` or `KVPages` -> [B, W, H] out_dtype."""
         config, dtype = self.config, self.dtypes.activation_dtype
-        parts = self.qkv(x, dtype)
+        parts = self.qkv(x, jnp.float32)
         query, key, value = (
-            parts[name].reshape(*x.shape[:2], -1, config.head_dim)
+            round_to(parts[name], dtype).reshape(*x.shape[:2], -1, config.head_dim)
             for name in ("query", "key", "value")
         )
         query = self._head_norm_rope(query, self.query_norm, columns.positions)
@@ -78,5 +80,5 @@ class DraftAttention(nn.Module):
         dtype = self.dtypes.activation_dtype
         normed = norm(x)
         if self.config.kind == DraftKind.DFLASH:
-            normed = normed.astype(dtype)
+            normed = round_to(normed, dtype)
         return rope_1d(normed, positions, self.config.rope_theta).astype(dtype)

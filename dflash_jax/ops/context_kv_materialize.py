@@ -2,6 +2,7 @@
 
 from dflash_jax.ops.norm import plain_rmsnorm
 from dflash_jax.ops.rope import rope_1d
+from dflash_jax.ops.rounding import round_to
 
 
 def context_kv_materialize(
@@ -34,12 +35,12 @@ def context_kv_materialize(
     def layer_rows(layer: int):
         key = split[:, :, layer, 0]
         if rounded:
-            key = key.astype(key_dtype)
+            key = round_to(key, key_dtype)
         key = plain_rmsnorm(key, key_norm[layer], eps)
         if rounded:
-            key = key.astype(key_dtype)
+            key = round_to(key, key_dtype)
         key = rope_1d(key, positions, theta).astype(key_dtype)
-        value = split[:, :, layer, 1].astype(key_dtype)
+        value = round_to(split[:, :, layer, 1], key_dtype)
         return key, value.astype(value_dtype)
 
     return tuple(layer_rows(layer) for layer in range(layers))

@@ -7,10 +7,10 @@ it in the same block; nothing lies before column 0.
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from dflash_jax.ops.linear import linear_split
 from dflash_jax.ops.norm import plain_rmsnorm
+from dflash_jax.ops.rounding import round_to
 
 
 @struct.dataclass(kw_only=True)
@@ -45,8 +45,8 @@ def prepare(x, norm_weight, base, projection, *, eps, out_dtype):
     normed = plain_rmsnorm(x, norm_weight, eps)
     delta = increments(normed, projection, taps=base.shape[1])
     return Prepared(
-        prepared=_rounded(apply_taps(normed, base[0], delta[:, :, 0]), out_dtype),
-        finish_delta=_rounded(delta[:, :, 1], out_dtype),
+        prepared=round_to(apply_taps(normed, base[0], delta[:, :, 0]), out_dtype),
+        finish_delta=round_to(delta[:, :, 1], out_dtype),
     )
 
 
@@ -115,9 +115,3 @@ def apply_taps(x, base, delta):
         # Only columns that have one read a previous column; no row index is ever clamped.
         total = total.at[:, tap:].add(coefficient[:, tap:, tap] * grouped[:, : width - tap])
     return total.reshape(batch, width, hidden)
-
-
-def _rounded(x, dtype):
-    # Explicit: inside one program XLA may drop a cast to bf16 that is widened again.
-    info = jnp.finfo(dtype)
-    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)

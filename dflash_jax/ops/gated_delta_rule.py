@@ -65,7 +65,8 @@ def gated_delta_verify(
 
 
 def gated_delta_fold(
-    key, value, decay, recurrent, path, read_slot, write_slot, count, *, implementation="auto"
+    key, value, decay, recurrent, path, read_slot, write_slot, count, *,
+    chain=True, implementation="auto",
 ):
     """Applies the first `count` records of each row, in path order, to its state.
 
@@ -76,13 +77,13 @@ def gated_delta_fold(
       read_slot, write_slot: [B] int32, the state that verification read, and where to put the
         result. Written slots are distinct and are no other row's read slot; out of range: idle.
       count:      [B] int32, records to apply, 0..W; 0 writes nothing.
-      implementation: the one verification used. Static.
+      chain, implementation: those of the verification. Static.
     Returns:
       recurrent with each row's written slot bit for bit the state after `count` steps.
     Source: contracts 9.3.
     """
     _check(key, value, decay, recurrent)
-    form = _choose(implementation, key, value, True)
+    form = _choose(implementation, key, value, chain)
     if form != "xla":
         return kernels.fold(
             key, value, decay, recurrent, path, read_slot, write_slot, count,

@@ -26,7 +26,8 @@ def sliding_window_attention(
       scale:       score multiplier. Static.
     Returns:
       [B, W, Hq, D] in query's dtype; columns >= live are exactly zero.
-    Numeric: scores, softmax and sums in fp32; one rounding, at the output.
+    Numeric: scores, softmax and sums in fp32; probabilities meet a value in the value's dtype; the
+      output is rounded once.
     Effects: none. Ring bytes outside [max(0, F_ctx - S), F_ctx) and columns >= live may hold
       anything, NaN included, and never reach the result.
     Raises: ValueError for shapes.

@@ -29,7 +29,8 @@ def softmax_attention(
       scale:       score multiplier. Static.
     Returns:
       [B, W, Hq, D] in query's dtype; columns >= live are exactly zero.
-    Numeric: scores, softmax and sums in fp32; one rounding, at the output.
+    Numeric: scores, softmax and sums in fp32; probabilities meet a value in the value's dtype; the
+      output is rounded once.
     Effects: none. Page bytes at positions >= frontier, unmapped pages and columns >= live may hold
       anything, NaN included, and never reach the result.
     Raises: ValueError for shapes.
