@@ -10,6 +10,7 @@ import pytest
 from dflash_jax.sampling.params import SamplingArrays
 from dflash_jax.state.ring import live_interval
 from dflash_jax.steps import materialize, speculate
+from dflash_jax.steps.models import draft_call
 from tests import cases
 from tests.steps.harness import Session, assert_same_bytes, extent_of
 from tests.steps.scenes import resumed
@@ -134,8 +135,25 @@ def test_rounds_build_the_context_of_a_fresh_prefill(draft):
 
 
 @pytest.mark.parametrize("draft", CASES)
+def test_rows_are_rotated_by_their_absolute_cache_positions(draft):
+    """Position F_ctx + j for pending column j, and neither the column nor the ring index."""
+    session, before = scene(draft)
+    after, lane, window = materialized(draft), 5, session.models.draft.window
+    position = np.arange(before.sequence.context_frontier[lane], before.sequence.frontier[lane])
+    features = before.pending.features[lane : lane + 1, : len(position)]
+    rows = draft_call(
+        session.models, session.params, "context_kv", jnp.array(features),
+        jnp.array(position.astype(np.int32)[None]),
+    )
+    ring = after.context.rings[0]
+    slot = session.lanes[lane].slot
+    for leaf, expected in zip((ring.key, ring.value), rows[0], strict=True):
+        assert_close(leaf[slot][:, position % window].swapaxes(0, 1), expected[0], FP32_CHAIN)
+
+
+@pytest.mark.parametrize("draft", CASES)
 def test_claim_5_pending_rows_are_the_features_of_their_positions(draft):
-    """Column j belongs to F_ctx + j: the features of a prefill of the same tokens agree."""
+    """Column j < F - F_ctx belongs to position F_ctx + j; later columns are never read."""
     session, before = scene(draft)
     lane = 5
     covered, frontier = (

@@ -125,7 +125,7 @@ def check_states(session, target):
 
 def test_e7_keeping_any_part_of_a_round_leaves_plain_text():
     """The host may keep any N <= L of each row, and the next round continues from there."""
-    session = resumed("moe", "dflash", 7, 8)
+    session = resumed("moe", "dflash", 7, 8, before=poison_with(np.nan, HUGE))
     rng = np.random.default_rng(9)
     kept = collections.Counter()
 
