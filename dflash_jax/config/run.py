@@ -64,6 +64,7 @@ class RunConfig:
     chunk: int = 1024  # prefill columns per call
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
     implementation: str = "auto"
+    max_candidates: int = 0  # cap on the target's sampling candidates; 0 none, 20 reference engine
 
     def __post_init__(self):
         legal = is_int(self.draft_tokens) and 0 <= self.draft_tokens < MAX_INT
@@ -77,6 +78,8 @@ class RunConfig:
         require(self.lanes >= self.batch, "lanes", f"at least batch = {self.batch}", self.lanes)
         require(self.slots >= self.lanes, "slots", f"at least lanes = {self.lanes}", self.slots)
         instance("dtypes", self.dtypes, DtypePolicy)
+        legal = is_int(self.max_candidates) and self.max_candidates >= 0
+        require(legal, "max_candidates", "a count >= 0", self.max_candidates)
         legal = self.implementation in IMPLEMENTATIONS
         require(legal, "implementation", f"one of {IMPLEMENTATIONS}", self.implementation)
 

@@ -6,7 +6,7 @@ from dflash_jax.steps.materialize import materialize
 from dflash_jax.steps.models import Models, Params
 from dflash_jax.steps.prefill import Admission, PrefillChunk, begin, first_token, prefill_chunk
 from dflash_jax.steps.propose import propose
-from dflash_jax.steps.round import speculate
+from dflash_jax.steps.round import draft_only, judge, speculate
 from dflash_jax.steps.verify import verify
 
 __all__ = [
@@ -17,7 +17,9 @@ __all__ = [
     "accept",
     "begin",
     "commit",
+    "draft_only",
     "first_token",
+    "judge",
     "materialize",
     "prefill_chunk",
     "propose",

@@ -1,16 +1,26 @@
 """How a token is accepted.
 
 Column j of the verification predicts the token at position F + j + 1, so proposal d_(j+1) is judged
-by column j. A greedy row accepts the longest prefix in which every d_(j+1) is the target's own
-argmax; the first column that disagrees emits its argmax as the correction, and when all P proposals
-agree, column P emits the bonus. So the output is what plain greedy decoding would emit, whatever
-was proposed. Source: the DFlash reference document, verification; contracts 7.3.
+by p_j, the target's processed distribution at column j, against q_j, the law that drew it:
+
+    greedy row:   accept d_(j+1) while it is the argmax of column j
+    sampled row:  accept d_(j+1) with probability min(1, p_j[d] / q_j[d])
+
+The first rejection, at column A, emits the correction: the argmax, or a draw from the normalised
+residual max(p_A - q_A, 0). When all P proposals are accepted, column P emits the bonus from p_P. So
+the output has the target's own distribution whatever was proposed. Source: the DFlash reference
+document, verification; contracts 7.
 """
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from dflash_jax.ops.vocab import public_argmax
+from dflash_jax.sampling.distribution import adjusted_logits, target_distribution
+from dflash_jax.sampling.order import inverse_cdf
 from dflash_jax.sampling.params import SamplingArrays
+from dflash_jax.sampling.uniform import Purpose, uniform
 from dflash_jax.state.scratch import Acceptance, Proposal, RoundExtent, Verification
 from dflash_jax.state.sequence import SequenceState
 
@@ -23,40 +33,123 @@ def accept(
     extent: RoundExtent,
     *,
     public_vocab: int,
+    drafted: bool = True,
+    max_candidates: int = 0,
+    allowed=None,
 ) -> Acceptance:
-    """The acceptance rule on a chain of columns.
+    """The acceptance rule on a chain of columns; greedy and sampled rows mix freely.
 
     Args:
-      proposal, verification: of this round.
-      sequence: the batch's rows; sampled acceptance reads its seeds and counts.
-      sampling: rows with temperature <= 0 are greedy; only those are implemented, and
-        `SamplingArrays` makes no others.
+      proposal, verification: of this round; q is used as stored, never recomputed.
+      sequence: the batch's rows: seeds, frontiers, counts and the prompt's ids.
+      sampling: controls of each row. When every row is plain, only argmaxes are computed.
       extent: P and Q per row.
       public_vocab: V_pub; ids from there on are never emitted. Static.
+      drafted: False without a draft, whose draw has the key of ordinary decoding. Static.
+      max_candidates: cap on the target's candidates, 0 for none. Static.
+      allowed: [B, cols, V_pub] bool, ids each column may emit, or None.
     Returns:
       `Acceptance`: A, L = A + 1, outputs d_1..d_A and the terminal token, path, fault.
     """
-    del sequence, sampling
+
+    def plain():
+        best = public_argmax(verification.logits, public_vocab)
+        accepted = _greedy_prefix(best.index, proposal.tokens, extent.proposals)
+        return accepted, _at(best.index, accepted), best.finite
+
+    def processed():
+        logits = adjusted_logits(
+            verification.logits, sampling, sequence.counts, sequence.prompt_seen,
+            proposal.tokens[:, 1:], allowed,
+        )
+        best = public_argmax(logits, public_vocab)
+        law = target_distribution(logits, sampling, max_candidates)
+        sampled = sampling.temperature > 0.0
+        accepted = jnp.where(
+            sampled,
+            _sampled_prefix(law, proposal, sequence, extent.proposals),
+            _greedy_prefix(best.index, proposal.tokens, extent.proposals),
+        )
+        greedy = _at(best.index, accepted)
+        drawn = _terminal(law, proposal, sequence, extent.proposals, accepted, greedy, drafted)
+        return accepted, jnp.where(sampled, drawn, greedy), best.finite
+
+    if allowed is None:
+        accepted, terminal, finite = lax.cond(jnp.all(sampling.plain), plain, processed)
+    else:
+        accepted, terminal, finite = processed()
+    return _licence(proposal, extent, accepted, terminal, finite)
+
+
+def _greedy_prefix(choices, tokens, proposals):
+    """A: how many of d_1..d_P match the choice of the column before them."""
+    return _prefix(choices[:, :-1] == tokens[:, 1:], proposals)
+
+
+def _sampled_prefix(law, proposal, sequence, proposals):
+    """A: how many of d_1..d_P pass their test; each test has a key of its own.
+
+    A token of target probability 0 never passes, not even at u = 0.
+    """
+    drafts = proposal.tokens[:, 1:]
+    ids = jnp.minimum(drafts, law.weights.shape[-1] - 1)
+    before = jax.tree.map(lambda x: x[:, :-1], law)
+    p = jnp.where(drafts == ids, before.probability(ids), 0.0)
+    q = jnp.sum(jnp.where(proposal.candidates == drafts[..., None], proposal.q, 0.0), axis=-1)
+    position = sequence.frontier[:, None] + 1 + jnp.arange(drafts.shape[1], dtype=jnp.int32)
+    u = uniform(sequence.seed[:, None], position, Purpose.ACCEPT, 0)
+    return _prefix((p > 0.0) & ((p >= q) | (u * q < p)), proposals)
+
+
+def _terminal(law, proposal, sequence, proposals, accepted, top, drafted: bool):
+    """The correction or bonus of every row, drawn at column A."""
+    weights = jnp.take_along_axis(law.weights, accepted[:, None, None], axis=1)[:, 0]
+    p = weights / _at(law.total, accepted)[:, None]
+    bonus = accepted >= proposals
+    residual = jnp.where(bonus[:, None], p, _residual(p, proposal, accepted))
+    position = sequence.frontier + accepted + 1
+    if drafted:
+        purpose = jnp.where(bonus, Purpose.BONUS, Purpose.CORRECTION).astype(jnp.int32)
+    else:
+        position, purpose = sequence.frontier, Purpose.DECODE
+    token, mass = inverse_cdf(residual, uniform(sequence.seed, position, purpose, 0))
+    # Rounding alone can empty the residual; the target's best candidate stands in.
+    return jnp.where(mass > 0.0, token, top)
+
+
+def _residual(p, proposal, accepted):
+    """max(p - q, 0) at the column that rejected; q is 0 for ids that were no candidates."""
+    positions = proposal.candidates.shape[1]
+    if not positions:
+        return p
+    place = jnp.minimum(accepted, positions - 1)[:, None, None]
+    ids = jnp.take_along_axis(proposal.candidates, place, axis=1)[:, 0]
+    q = jnp.take_along_axis(proposal.q, place, axis=1)[:, 0]
+    rows = jnp.arange(len(ids))[:, None]
+    return jnp.maximum(p.at[rows, ids].add(-q, mode="drop"), 0.0)
+
+
+def _prefix(passes, proposals):
+    checked = jnp.arange(passes.shape[1])[None, :] < proposals[:, None]
+    run = jnp.cumprod((passes & checked).astype(jnp.int32), axis=1)
+    return jnp.sum(run, axis=1, dtype=jnp.int32)
+
+
+def _at(values, column):
+    return jnp.take_along_axis(values, column[:, None], axis=1)[:, 0]
+
+
+def _licence(proposal, extent, accepted, terminal, finite) -> Acceptance:
     width = proposal.tokens.shape[1]
-    best = public_argmax(verification.logits, public_vocab)
-    accepted = _greedy_prefix(best.index, proposal.tokens, extent.proposals)
-    live = extent.columns > 0
     path = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (len(accepted), width))
-    on_path = path <= accepted[:, None]
-    fault = jnp.any(on_path & ~best.finite, axis=1) & live
-    # On a greedy path every accepted proposal equals the choice of its column.
-    outputs = jnp.where(on_path & live[:, None], best.index, 0)
+    live = extent.columns > 0
+    following = jnp.pad(proposal.tokens[:, 1:], ((0, 0), (0, 1)))
+    outputs = jnp.where(path < accepted[:, None], following, terminal[:, None])
+    outputs = jnp.where((path <= accepted[:, None]) & live[:, None], outputs, 0)
     return Acceptance(
         accepted=accepted,
         licensed=jnp.where(live, accepted + 1, 0),
         outputs=outputs,
         path=path,
-        fault=fault,
+        fault=jnp.any((path <= accepted[:, None]) & ~finite, axis=1) & live,
     )
-
-
-def _greedy_prefix(choices, tokens, proposals):
-    """A: how many of d_1..d_P match the choice of the column before them."""
-    checked = jnp.arange(tokens.shape[1] - 1)[None, :] < proposals[:, None]
-    match = (choices[:, :-1] == tokens[:, 1:]) & checked
-    return jnp.sum(jnp.cumprod(match.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)

@@ -9,7 +9,10 @@ from flax import struct
 from jax import lax
 
 from dflash_jax.ops.vocab import public_argmax
+from dflash_jax.sampling.distribution import adjusted_logits, target_distribution
+from dflash_jax.sampling.order import inverse_cdf
 from dflash_jax.sampling.params import SamplingArrays
+from dflash_jax.sampling.uniform import Purpose, uniform
 from dflash_jax.state.decode import DecodeState, Rows
 from dflash_jax.state.gdn import GdnState
 from dflash_jax.steps.materialize import materialize_features
@@ -167,13 +170,19 @@ def first_token(
 
     Source: contracts 10.
     """
-    del sampling  # every row is greedy; see `accept`
     live = rows.lane < state.sequence.frontier.shape[0]
     continuation = state.target.continuation
     hidden = continuation[jnp.minimum(rows.write_slot, continuation.shape[0] - 1)]
-    logits = target_call(models, params, "logits", hidden)
-    token = public_argmax(logits, models.target.public_vocab).index
-    remaining = state.sequence.gather(rows.lane).remaining
+    logits = target_call(models, params, "logits", hidden)[:, None]
+    before = state.sequence.gather(rows.lane)
+    drafts = jnp.zeros((len(hidden), 0), jnp.int32)
+    adjusted = adjusted_logits(logits, sampling, before.counts, before.prompt_seen, drafts)
+    best = public_argmax(adjusted[:, 0], models.target.public_vocab).index
+    law = target_distribution(adjusted, sampling, models.run.max_candidates)
+    u = uniform(before.seed, before.frontier, Purpose.PREFILL, 0)
+    drawn, _ = inverse_cdf(law.weights[:, 0], u)
+    token = jnp.where(sampling.temperature > 0.0, drawn, best)
+    remaining = before.remaining
     sequence = state.sequence.count_tokens(rows.lane, token[:, None], live.astype(jnp.int32))
     sequence = sequence.put(rows.lane, live, anchor=token, remaining=remaining - 1)
     return state.replace(sequence=sequence)

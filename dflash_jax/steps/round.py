@@ -6,7 +6,7 @@ import jax
 
 from dflash_jax.sampling.params import SamplingArrays
 from dflash_jax.state.decode import DecodeState, Rows
-from dflash_jax.state.scratch import RoundExtent, RoundScratch
+from dflash_jax.state.scratch import Proposal, RoundExtent, RoundScratch
 from dflash_jax.steps.accept import accept
 from dflash_jax.steps.materialize import absorb_pending
 from dflash_jax.steps.models import Models, Params
@@ -36,6 +36,48 @@ def speculate(
     """
     state = absorb_pending(models, params, state, rows)
     proposal = propose(models, params, state, rows, sampling, extent)
+    return state, _judged(models, params, state, rows, proposal, sampling, extent, None)
+
+
+@functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
+def draft_only(
+    models: Models,
+    params: Params,
+    state: DecodeState,
+    rows: Rows,
+    sampling: SamplingArrays,
+    extent: RoundExtent,
+) -> tuple[DecodeState, Proposal]:
+    """materialize -> propose: the first half of a round whose masks depend on the drafts.
+
+    The host reads the proposal, builds one mask per column (a grammar advanced along d_1..d_j) and
+    calls `judge`. The proposal itself never sees a mask. Donates `state`.
+    """
+    state = absorb_pending(models, params, state, rows)
+    return state, propose(models, params, state, rows, sampling, extent)
+
+
+@functools.partial(jax.jit, static_argnames="models")
+def judge(
+    models: Models,
+    params: Params,
+    state: DecodeState,
+    rows: Rows,
+    proposal: Proposal,
+    sampling: SamplingArrays,
+    extent: RoundExtent,
+    allowed,
+) -> RoundScratch:
+    """verify -> accept under a mask per column: the second half after `draft_only`.
+
+    Args:
+      allowed: [B, W, V_pub] bool; column j's row holds after d_1..d_j. A column without any allowed
+        id is a fault of its row.
+    """
+    return _judged(models, params, state, rows, proposal, sampling, extent, allowed)
+
+
+def _judged(models, params, state, rows, proposal, sampling, extent, allowed) -> RoundScratch:
     verification = verify(models, params, state, rows, proposal, extent)
     acceptance = accept(
         proposal,
@@ -44,6 +86,8 @@ def speculate(
         sampling,
         extent,
         public_vocab=models.target.public_vocab,
+        drafted=models.draft is not None,
+        max_candidates=models.run.max_candidates,
+        allowed=allowed,
     )
-    scratch = RoundScratch(proposal=proposal, verification=verification, acceptance=acceptance)
-    return state, scratch
+    return RoundScratch(proposal=proposal, verification=verification, acceptance=acceptance)
