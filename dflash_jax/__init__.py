@@ -22,7 +22,8 @@ from dflash_jax.engine.request import FinishReason, Output, Statistics, total_st
 from dflash_jax.engine.text import TextStream, TextTokenizer, eos_ids
 
 # State between rounds
-from dflash_jax.sampling.params import SamplingArrays
+from dflash_jax.sampling.params import SamplingArrays, SamplingParams
+from dflash_jax.sampling.presets import PRESETS, read_generation_config
 from dflash_jax.state.decode import DecodeState, Rows
 
 # Steps: prefill, then the round in its order
@@ -34,7 +35,9 @@ from dflash_jax.steps import (
     accept,
     begin,
     commit,
+    draft_only,
     first_token,
+    judge,
     materialize,
     prefill_chunk,
     propose,
@@ -76,7 +79,10 @@ __all__ = [
     # state between rounds
     "DecodeState",
     "Rows",
+    "PRESETS",
     "SamplingArrays",
+    "SamplingParams",
+    "read_generation_config",
     # prefill
     "Admission",
     "PrefillChunk",
@@ -89,5 +95,7 @@ __all__ = [
     "verify",
     "accept",
     "speculate",
+    "draft_only",
+    "judge",
     "commit",
 ]

@@ -17,12 +17,19 @@ from dflash_jax.config import DraftConfig, DtypePolicy, RunConfig, TargetConfig,
 from dflash_jax.engine.generate import check_prompts, generate, run_draft_tokens
 from dflash_jax.engine.request import Output, total_statistics
 from dflash_jax.engine.text import TextStream, TextTokenizer, eos_ids
+from dflash_jax.sampling.params import SamplingParams
+from dflash_jax.sampling.presets import PRESETS, read_generation_config
 from dflash_jax.steps import Models, Params
 from dflash_jax.weights import load_draft, load_target, read_draft_config, read_target_config
 
 PROGRAM = "dflash-jax"
 DTYPES = {"bfloat16": DtypePolicy(), "float32": DtypePolicy.exact()}
 DEFAULT_CONTEXT = 2048
+SAMPLING_OPTIONS = {
+    "temperature": float, "top_k": int, "top_p": float, "min_p": float,
+    "presence_penalty": float, "frequency_penalty": float, "repetition_penalty": float,
+    "seed": int,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +41,7 @@ class Job:
     prompts: list[list[int]]
     max_new_tokens: int
     eos_ids: frozenset[int]
+    sampling: SamplingParams
     tokenizer: TextTokenizer | None
 
 
@@ -54,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         job.prompts,
         max_new_tokens=job.max_new_tokens,
         eos_ids=job.eos_ids,
+        sampling=job.sampling,
         on_tokens=printer.show,
     )
     printer.finish()
@@ -86,6 +95,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--causal", choices=("true", "false"), help="override the draft layers' causality")
     add("--public-vocab", type=int, metavar="N", help="ids that may be emitted")
     add("--ignore-eos", action="store_true", help="run on to --max-new-tokens")
+    add(
+        "--preset",
+        choices=[*PRESETS, "folder"],
+        help="sampling controls by name, or those of the target's folder; default greedy",
+    )
+    for option, kind in SAMPLING_OPTIONS.items():
+        add(f"--{option.replace('_', '-')}", type=kind, help=f"overrides the preset's {option}")
     add("--quiet", action="store_true", help="print neither geometry nor statistics")
     return parser
 
@@ -107,6 +123,7 @@ def prepare(arguments: argparse.Namespace) -> Job:
     else:
         tokenizer = TextTokenizer.load(arguments.target)
         prompts = [_encode(tokenizer, arguments.prompt, arguments.raw)]
+    sampling = _sampling(arguments)
     _check(arguments, prompts)
     with _decisions_shown(arguments.quiet):
         models, params = _load(arguments, len(prompts))
@@ -116,6 +133,7 @@ def prepare(arguments: argparse.Namespace) -> Job:
         prompts=prompts,
         max_new_tokens=arguments.max_new_tokens,
         eos_ids=frozenset() if arguments.ignore_eos else eos_ids(arguments.target),
+        sampling=sampling,
         tokenizer=tokenizer,
     )
 
@@ -223,6 +241,15 @@ def _models(
         dtypes=DTYPES[arguments.dtype],
     )
     return Models(target=target, draft=draft, run=run)
+
+
+def _sampling(arguments: argparse.Namespace) -> SamplingParams:
+    base = PRESETS.get(arguments.preset, SamplingParams())
+    if arguments.preset == "folder":
+        base = read_generation_config(arguments.target)
+    given = {name: getattr(arguments, name) for name in SAMPLING_OPTIONS}
+    stated = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(base, **stated)
 
 
 def _causal(arguments: argparse.Namespace) -> bool | None:

@@ -1,5 +1,6 @@
 """The command line: arguments, prompts, printing, and one-line errors with status 2."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from dflash_jax import cli
 from dflash_jax.config import DraftKind, tiny_draft, tiny_target
 from dflash_jax.engine.request import FinishReason, Output, Statistics
+from dflash_jax.sampling.params import SamplingParams
+from dflash_jax.sampling.presets import PRESETS
 from scripts import make_tiny_weights
 
 
@@ -36,8 +39,9 @@ def calls(monkeypatch):
     def load_draft(folder, target, policy, *, causal):
         return read_draft_config(folder, target, causal=causal), {}
 
-    def generate(models, params, prompts, *, max_new_tokens, eos_ids, on_tokens):
+    def generate(models, params, prompts, *, max_new_tokens, eos_ids, sampling, on_tokens):
         seen["generate"] = (models, prompts, max_new_tokens, eos_ids)
+        seen["sampling"] = sampling
         outputs = []
         for row in range(len(prompts)):
             statistics = Statistics(prompt_tokens=3, new_tokens=3, decode_seconds=0.5)
@@ -230,3 +234,30 @@ def test_a_folder_that_is_no_model_is_one_line(tmp_path, prompt_file, capsys):
     assert run("--prompt-ids", prompt_file, "--max-new-tokens", 1, target=tmp_path / "no") == 2
     err = capsys.readouterr().err
     assert "config.json" in err and err.count("\n") == 1
+
+
+def test_sampling_options_override_their_preset(calls, prompt_file):
+    options = ("--prompt-ids", prompt_file, "--max-new-tokens", 5)
+    assert run(*options) == 0
+    assert calls["sampling"] == SamplingParams()
+    assert run(*options, "--preset", "thinking", "--top-k", 5, "--seed", 2**64 - 1) == 0
+    assert calls["sampling"] == dataclasses.replace(PRESETS["thinking"], top_k=5, seed=2**64 - 1)
+
+
+@pytest.mark.parametrize(
+    "option, value, field",
+    [("--temperature", -1, "temperature"), ("--top-p", 0, "top_p"), ("--seed", 2**64, "seed")],
+)
+def test_impossible_controls_are_refused_by_name(calls, prompt_file, capsys, option, value, field):
+    options = ("--prompt-ids", prompt_file, "--max-new-tokens", 5)
+    assert run(*options, option, value) == 2
+    assert f"{field}: expected" in capsys.readouterr().err
+
+
+def test_preset_folder_reads_the_targets_generation_config(calls, prompt_file, tmp_path):
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    stated = {"do_sample": True, "temperature": 0.5, "top_k": 3, "top_p": 0.75}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated), "utf-8")
+    options = ("--prompt-ids", prompt_file, "--max-new-tokens", 5, "--preset", "folder")
+    assert run(*options, target=tmp_path) == 0
+    assert calls["sampling"] == SamplingParams(temperature=0.5, top_k=3, top_p=0.75)

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.sampling.params import SamplingArrays
+from dflash_jax.sampling.params import SamplingArrays, SamplingParams
+from dflash_jax.sampling.uniform import seed_words
 from dflash_jax.state.decode import DecodeState, Rows
 from dflash_jax.state.scratch import RoundScratch
 from dflash_jax.steps import (
@@ -53,10 +54,17 @@ class DeviceBatch:
     Per round: one ``speculate``, one read of a small array, one ``commit``.
     """
 
-    def __init__(self, models: Models, params: Params):
+    def __init__(self, models: Models, params: Params, sampling: Sequence[SamplingParams] = ()):
+        """``sampling`` holds the controls of row 0, 1, ...; rows beyond it are greedy.
+
+        Raises:
+          ValueError: a bias or an allowed id outside [0, public_vocab).
+        """
         self._models, self._params = models, params
+        spare = models.run.batch - len(sampling)
+        self._controls = [*sampling, *[SamplingParams()] * spare]
+        self._sampling = SamplingArrays.of(self._controls, models.target.public_vocab)
         self._state = models.zeros()
-        self._sampling = SamplingArrays.greedy(models.run.batch)
         self._rows: Rows | None = None
         self._live: tuple[int, ...] | None = None
         self._scratch: RoundScratch | None = None
@@ -76,7 +84,8 @@ class DeviceBatch:
             padded[0, : len(piece)] = piece
             chunk = PrefillChunk.text(models, padded, [len(piece)], [start])
             state = prefill_chunk(models, self._params, state, rows, chunk)
-        self._state = first_token(models, self._params, state, rows, SamplingArrays.greedy(1))
+        own = jax.tree.map(lambda x: x[row : row + 1], self._sampling)
+        self._state = first_token(models, self._params, state, rows, own)
         return int(self._state.sequence.anchor[row])
 
     def warm_up(self) -> None:
@@ -120,7 +129,7 @@ class DeviceBatch:
             remaining=jnp.array([max_new_tokens], jnp.int32),
             capacity=jnp.array([run.max_context], jnp.int32),
             rope_delta=jnp.zeros((1,), jnp.int32),
-            seed=jnp.zeros((1, 2), jnp.uint32),
+            seed=jnp.array(seed_words(self._controls[row].seed)[None]),
             target_pages=jnp.array(pages),
             draft_pages=jnp.array(pages),
         )

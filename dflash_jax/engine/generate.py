@@ -13,8 +13,10 @@ from dflash_jax.engine.device import DeviceBatch
 from dflash_jax.engine.preview import preview
 from dflash_jax.engine.publish import publish
 from dflash_jax.engine.request import FinishReason, OnTokens, Output, Request
+from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
 
+GREEDY = SamplingParams()
 _log = logging.getLogger(__name__)
 
 
@@ -25,9 +27,14 @@ def generate(
     *,
     max_new_tokens: int,
     eos_ids: Collection[int] = (),
+    sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
     on_tokens: OnTokens | None = None,
 ) -> list[Output]:
-    """Continues every prompt greedily; the output is the target's own greedy output.
+    """Continues every prompt; speculation does not change what is emitted.
+
+    A greedy row emits the target's own greedy output, a sampled row draws from the target's
+    processed distribution. A row's text depends on its prompt, controls and seed alone, not on
+    the other rows.
 
     Args:
       models: geometry and run choices; ``models.run.batch`` rows are available.
@@ -35,6 +42,7 @@ def generate(
       prompts: token ids, one list a row, each id in [0, public_vocab).
       max_new_tokens: outputs per prompt, at least 1.
       eos_ids: ids that end a row; the id is part of the output.
+      sampling: controls of every row, or one entry a prompt.
       on_tokens: called with (row, new ids) as they are committed; an answer of False cancels
         that row.
     Returns:
@@ -43,17 +51,21 @@ def generate(
       ValueError: the checks of ``check_prompts``, before any device work.
     """
     check_prompts(models, prompts, max_new_tokens)
+    controls = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    if len(controls) != len(prompts):
+        raise ValueError(f"sampling: expected {len(prompts)} entries, got {len(controls)}")
     requests = [
         Request(
             row=row,
             prompt=tuple(prompt),
             max_new_tokens=max_new_tokens,
             eos_ids=frozenset(eos_ids),
+            sampling=controls[row],
             on_tokens=on_tokens,
         )
         for row, prompt in enumerate(prompts)
     ]
-    run_requests(DeviceBatch(models, params), requests)
+    run_requests(DeviceBatch(models, params, controls), requests)
     return [request.output() for request in requests]
 
 

@@ -4,6 +4,8 @@ import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 
+from dflash_jax.sampling.params import SamplingParams
+
 OnTokens = Callable[[int, list[int]], bool | None]
 
 
@@ -121,6 +123,7 @@ class Request:
       prompt: token ids to continue.
       max_new_tokens: outputs it may publish.
       eos_ids: ids that end it; the id itself is published.
+      sampling: its controls; greedy by default.
       on_tokens: called with (row, new ids) after each commit; returning False cancels the row.
       tokens: outputs published so far.
       finish_reason: None while it runs.
@@ -133,6 +136,7 @@ class Request:
     prompt: tuple[int, ...]
     max_new_tokens: int
     eos_ids: frozenset[int] = frozenset()
+    sampling: SamplingParams = SamplingParams()
     on_tokens: OnTokens | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -21,8 +21,8 @@ class SamplingParams:
       min_p: least weight relative to the best candidate, in [0, 1); 0 keeps all.
       presence_penalty: subtracted once from every id already published by the request.
       frequency_penalty: subtracted per occurrence of a published id.
-      repetition_penalty: > 0; divides a positive logit and multiplies a negative one, for ids of the
-        prompt and published ids.
+      repetition_penalty: > 0; divides a positive logit and multiplies a negative one, for ids of
+        the prompt and published ids.
       seed: 0 .. 2^64 - 1.
       logit_bias: id -> number added to its logit before everything else.
       allowed_ids: when given, only these ids may be emitted.
