@@ -6,6 +6,8 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from dflash_jax.ops.dispatch import choose
+
 _DIGIT = 4  # bits that one pass over the values decides
 _BLOCK = 256  # ids whose weights the inverse CDF sums before it looks inside
 
@@ -48,29 +50,31 @@ def shortest_prefix(keys, weights, goal) -> Cutoff:
       Cutoff; `within` selects the prefix.
     Source: contracts 7.1, steps 4 and 7.
     """
-    place = jnp.broadcast_to(jnp.asarray(places(keys.shape[-1])), keys.shape)
+    place = jnp.asarray(places(keys.shape[-1]))
+    digits_of_a_pass = jnp.arange(1 << _DIGIT, dtype=jnp.uint32)
     cut = Cutoff(key=jnp.zeros(goal.shape, jnp.uint32), place=jnp.zeros(goal.shape, jnp.uint32))
+    # A loop on a GPU would leave the captured graph of the round; elsewhere it compiles faster.
+    unrolled = choose("auto", gpu="unrolled", other="loop") == "unrolled"
     id_digits = -(-max(1, (keys.shape[-1] - 1).bit_length()) // _DIGIT)
     for name, digits in (("key", 32 // _DIGIT), ("place", id_digits)):
 
         def decide(step, cut, name=name, digits=digits):
-            shift = (_DIGIT * (digits - 1 - step)).astype(jnp.uint32)
-            prefix = best = getattr(cut, name)
-            for digit in range(1, 1 << _DIGIT):
-                trial = prefix | (np.uint32(digit) << shift)
-                inside = _beyond(keys, place, cut.replace(**{name: trial}))
-                mass = jnp.sum(jnp.where(inside, weights, 0.0), axis=-1)
-                best = jnp.where(mass >= goal, trial, best)
-            return cut.replace(**{name: best})
+            shift = jnp.uint32(_DIGIT) * (digits - 1 - step).astype(jnp.uint32)
+            spread = jax.tree.map(lambda x: jnp.repeat(x[..., None], 1 << _DIGIT, axis=-1), cut)
+            trials = getattr(spread, name) | (digits_of_a_pass << shift)
+            inside = _beyond(keys[..., None, :], place, spread.replace(**{name: trials}))
+            mass = jnp.sum(jnp.where(inside, weights[..., None, :], 0.0), axis=-1)
+            # The largest digit whose prefix still reaches the goal; digit 0 always does.
+            digit = jnp.max(jnp.where(mass >= goal[..., None], digits_of_a_pass, 0), axis=-1)
+            return cut.replace(**{name: getattr(cut, name) | (digit << shift)})
 
-        cut = lax.fori_loop(0, digits, decide, cut)
+        cut = lax.fori_loop(0, digits, decide, cut, unroll=unrolled)
     return cut
 
 
 def within(keys, cut: Cutoff):
     """[..., V] bool: the candidates of the prefix that ends at `cut`."""
-    place = jnp.broadcast_to(jnp.asarray(places(keys.shape[-1])), keys.shape)
-    return _beyond(keys, place, cut)
+    return _beyond(keys, jnp.asarray(places(keys.shape[-1])), cut)
 
 
 def inverse_cdf(weights, u):
