@@ -1,13 +1,20 @@
 """What a request asks of the sampler: checked on the host, arrays over the batch on the device."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def _finite(x) -> bool:
+    """Finite as fp32 too; a NaN compares false."""
+    return abs(x) <= _LARGEST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +48,14 @@ class SamplingParams:
     allowed_ids: Sequence[int] | None = None
 
     def __post_init__(self):
-        finite = math.isfinite
         rules = {
-            "temperature": ("finite and >= 0", lambda x: finite(x) and x >= 0),
+            "temperature": ("finite and >= 0", lambda x: _finite(x) and x >= 0),
             "top_k": ("an integer >= 0", lambda x: isinstance(x, int) and 0 <= x < 1 << 31),
             "top_p": ("in (0, 1]", lambda x: 0 < x <= 1),
             "min_p": ("in [0, 1)", lambda x: 0 <= x < 1),
-            "presence_penalty": ("finite", finite),
-            "frequency_penalty": ("finite", finite),
-            "repetition_penalty": ("finite and > 0", lambda x: finite(x) and x > 0),
+            "presence_penalty": ("finite", _finite),
+            "frequency_penalty": ("finite", _finite),
+            "repetition_penalty": ("finite and > 0", lambda x: _finite(x) and np.float32(x) > 0),
             "seed": ("an integer in [0, 2^64)", lambda x: isinstance(x, int) and 0 <= x < 1 << 64),
         }
         for name, (expected, holds) in rules.items():
@@ -57,7 +63,7 @@ class SamplingParams:
             if isinstance(value, bool) or not holds(value):
                 raise ValueError(f"{name}: expected {expected}, got {value!r}")
         for token, bias in self.logit_bias.items():
-            if not finite(bias):
+            if not _finite(bias):
                 raise ValueError(f"logit_bias[{token}]: expected a finite number, got {bias!r}")
         if self.allowed_ids is not None and len(self.allowed_ids) == 0:
             raise ValueError("allowed_ids: expected at least one id, got none")
@@ -134,5 +140,5 @@ class SamplingArrays:
 
 def _check_ids(name: str, ids, public_vocab: int) -> None:
     for token in ids:
-        if not 0 <= token < public_vocab:
+        if not isinstance(token, Integral) or not 0 <= token < public_vocab:
             raise ValueError(f"{name}: expected ids in [0, {public_vocab}), got {token}")
