@@ -97,7 +97,9 @@ def _keep_top_p(weights, keys, top_p):
 
 def _cut_top_p(weights, keys, top_p):
     share = jnp.broadcast_to(top_p[..., 0], weights.shape[:-1])
-    cut = shortest_prefix(keys, weights, share * jnp.sum(weights, axis=-1))
+    # A share may vanish in fp32; the best candidate stays all the same.
+    goal = jnp.maximum(share * jnp.sum(weights, axis=-1), jnp.finfo(jnp.float32).tiny)
+    cut = shortest_prefix(keys, weights, goal)
     # A share of 1 keeps candidates whose weight vanishes beside the sum.
     return jnp.where(within(keys, cut) | (top_p >= 1.0), weights, 0.0)
 
