@@ -24,7 +24,7 @@ from tests.steps.harness import chain_proposal
 V, V_PUB, CANDIDATES, RANK, LONGEST = 11, 8, 6, 4, 7
 PROMPT, ANCHOR, FRONTIER = (2, 5, 5), 3, 10
 LENGTH = 4  # tokens whose law is tested
-ROWS = 8192
+ROWS = 8192  # of one call
 
 
 @dataclasses.dataclass(frozen=True)
