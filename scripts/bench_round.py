@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import config
-from dflash_jax.sampling.params import SamplingArrays
+from dflash_jax.sampling.params import SamplingArrays, SamplingParams
 from dflash_jax.state.decode import Rows
 from dflash_jax.state.scratch import RoundScratch
 from dflash_jax.steps import (
@@ -54,6 +54,7 @@ def main() -> int:
         batch=args.batch,
         max_context=-(-longest // 64) * 64,
         chunk=args.chunk,
+        implementation=args.implementation,
     )
     models = Models(make_target(), make_draft(), run)
     print(f"command: {' '.join(sys.argv)}")
@@ -63,12 +64,25 @@ def main() -> int:
     bandwidth = _copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s (read + write)")
 
-    speculative = _measure(models, params, args)
+    speculative = _measure(models, params, args, SamplingParams())
+    if args.temperature > 0:
+        controls = SamplingParams(
+            temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+            presence_penalty=args.presence_penalty,
+        )
+        sampled = _measure(models, params, args, controls)
+        extra = sampled["round"] - speculative["round"]
+        print(f"sampled round ({controls}): queued {sampled['round']:.2f} ms, {extra:+.2f} ms "
+              f"({extra / sampled['round']:.1%} of it) against greedy rows in the same program")
     plain_run = config.RunConfig(
-        draft_tokens=0, batch=args.batch, max_context=run.max_context, chunk=args.chunk
+        draft_tokens=0, batch=args.batch, max_context=run.max_context, chunk=args.chunk,
+        implementation=args.implementation,
     )
     plain = _measure(
-        Models(models.target, None, plain_run), Params(target=params.target, draft={}), args
+        Models(models.target, None, plain_run),
+        Params(target=params.target, draft={}),
+        args,
+        SamplingParams(),
     )
     for name, result, draft in (("round", speculative, params.draft), ("plain", plain, {})):
         _report(name, result, params.target, draft, models, args, bandwidth)
@@ -89,6 +103,11 @@ def _arguments():
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=64)
     parser.add_argument("--tau", type=float, default=4.8, help="mean of accepted + 1")
+    parser.add_argument("--temperature", type=float, default=0.0, help="> 0: time it as well")
+    parser.add_argument("--top-k", type=int, default=20)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--presence-penalty", type=float, default=1.5)
+    parser.add_argument("--implementation", default="auto", help="auto, or xla for XLA alone")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -100,10 +119,11 @@ def _schedule(args) -> list[int]:
     return [b - a for a, b in zip(totals, totals[1:], strict=False)]
 
 
-def _measure(models: Models, params: Params, args) -> dict[str, float]:
+def _measure(models: Models, params: Params, args, controls: SamplingParams) -> dict[str, float]:
     """Milliseconds of the compiles (first calls), the prefill and the rounds of one pair."""
     batch, run = args.batch, models.run
-    rows, greedy = Rows.of(range(batch)), SamplingArrays.greedy(batch)
+    rows = Rows.of(range(batch))
+    sampling = SamplingArrays.of([controls] * batch, models.target.public_vocab)
     state = begin(models, models.zeros(), rows, _admission(models))
     prompt = np.random.default_rng(args.seed).integers(
         0, models.target.public_vocab, (batch, args.context)
@@ -117,14 +137,16 @@ def _measure(models: Models, params: Params, args) -> dict[str, float]:
         # The first chunk compiles; the last one is a clean figure.
         result["prefill chunk"] = (time.perf_counter() - began) * 1e3
         result.setdefault("prefill compile", result["prefill chunk"])
-    state = first_token(models, params, state, rows, greedy)
+    state = first_token(models, params, state, rows, sampling)
 
     force = jax.jit(_force)
     extent_of = jax.jit(lambda sequence: models.extent(sequence.gather(rows.lane)))
     schedule = [jnp.int32(min(accepted, run.draft_tokens)) for accepted in _schedule(args)]
 
     def one_round(state, accepted):
-        state, scratch = speculate(models, params, state, rows, greedy, extent_of(state.sequence))
+        state, scratch = speculate(
+            models, params, state, rows, sampling, extent_of(state.sequence)
+        )
         scratch, committed = force(scratch, accepted)
         return commit(models, state, rows, scratch, committed)
 

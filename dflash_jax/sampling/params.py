@@ -83,8 +83,10 @@ class SamplingArrays:
     temperature, top_p, min_p, presence, frequency, repetition: [B] fp32.
     top_k:   [B] int32; 0 keeps all.
     plain:   [B] bool, the row is greedy and leaves its logits as they are: argmax is all it needs.
-    bias:    [B, V_pub] fp32, or [B, 0] when no row of the program's life has one.
-    allowed: [B, V_pub] bool, or [B, 0] likewise.
+    bias:    [B, V_pub] fp32; [B, 0] in `greedy`.
+    allowed: [B, V_pub] bool; [B, 0] in `greedy`.
+    greedy_only: promises that every row is plain, now and later, so that programs hold nothing
+      else. Static: `of` and `greedy` make different programs.
     """
 
     temperature: jax.Array
@@ -97,6 +99,7 @@ class SamplingArrays:
     plain: jax.Array
     bias: jax.Array
     allowed: jax.Array
+    greedy_only: bool = struct.field(pytree_node=False)
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], public_vocab: int) -> "SamplingArrays":
@@ -116,8 +119,8 @@ class SamplingArrays:
 
     @classmethod
     def greedy(cls, batch: int) -> "SamplingArrays":
-        """Every row takes the target's argmax; no bias, no mask."""
-        return cls._numbers([SamplingParams()] * batch)
+        """For programs that never sample: every row takes the target's argmax, no bias, no mask."""
+        return cls._numbers([SamplingParams()] * batch).replace(greedy_only=True)
 
     @classmethod
     def _numbers(cls, params: Sequence[SamplingParams]) -> "SamplingArrays":
@@ -135,6 +138,7 @@ class SamplingArrays:
             plain=jnp.array([one.is_plain for one in params]),
             bias=jnp.zeros((len(params), 0), jnp.float32),
             allowed=jnp.zeros((len(params), 0), bool),
+            greedy_only=False,
         )
 
 

@@ -74,10 +74,12 @@ def accept(
         drawn = _terminal(law, proposal, sequence, extent.proposals, accepted, greedy, drafted)
         return accepted, jnp.where(sampled, drawn, greedy), best.finite
 
-    if allowed is None:
-        accepted, terminal, finite = lax.cond(jnp.all(sampling.plain), plain, processed)
-    else:
+    if allowed is not None:
         accepted, terminal, finite = processed()
+    elif sampling.greedy_only:
+        accepted, terminal, finite = plain()
+    else:
+        accepted, terminal, finite = lax.cond(jnp.all(sampling.plain), plain, processed)
     return _licence(proposal, extent, accepted, terminal, finite)
 
 

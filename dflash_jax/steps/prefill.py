@@ -175,14 +175,22 @@ def first_token(
     hidden = continuation[jnp.minimum(rows.write_slot, continuation.shape[0] - 1)]
     logits = target_call(models, params, "logits", hidden)[:, None]
     before = state.sequence.gather(rows.lane)
-    drafts = jnp.zeros((len(hidden), 0), jnp.int32)
-    adjusted = adjusted_logits(logits, sampling, before.counts, before.prompt_seen, drafts)
-    best = public_argmax(adjusted[:, 0], models.target.public_vocab).index
-    law = target_distribution(adjusted, sampling, models.run.max_candidates)
-    u = uniform(before.seed, before.frontier, Purpose.PREFILL, 0)
-    drawn, _ = inverse_cdf(law.weights[:, 0], u)
-    token = jnp.where(sampling.temperature > 0.0, drawn, best)
+    token = _choose(models, logits, before, sampling)
     remaining = before.remaining
     sequence = state.sequence.count_tokens(rows.lane, token[:, None], live.astype(jnp.int32))
     sequence = sequence.put(rows.lane, live, anchor=token, remaining=remaining - 1)
     return state.replace(sequence=sequence)
+
+
+def _choose(models: Models, logits, before, sampling: SamplingArrays):
+    """The token after the prompt, [B] int32, from logits [B, 1, V]."""
+    public = models.target.public_vocab
+    if sampling.greedy_only:
+        return public_argmax(logits[:, 0], public).index
+    drafts = jnp.zeros((len(logits), 0), jnp.int32)
+    adjusted = adjusted_logits(logits, sampling, before.counts, before.prompt_seen, drafts)
+    best = public_argmax(adjusted[:, 0], public).index
+    law = target_distribution(adjusted, sampling, models.run.max_candidates)
+    u = uniform(before.seed, before.frontier, Purpose.PREFILL, 0)
+    drawn, _ = inverse_cdf(law.weights[:, 0], u)
+    return jnp.where(sampling.temperature > 0.0, drawn, best)
