@@ -1,8 +1,8 @@
 """Softmax over several key ranges: partial sums per range, then one exact combination.
 
 A range (context pages, a ring, the block's own columns) contributes the running maximum, the sum of
-exponentials and the weighted values; `combine` merges them. Each range may hold its values in its
-own dtype, which is how fp16 context values meet bf16 block values in one softmax.
+exponentials and the weighted values; `merge` joins two of them. Each range may hold its values in
+its own dtype, which is how fp16 context values meet bf16 block values in one softmax.
 """
 
 import jax.numpy as jnp
@@ -61,16 +61,21 @@ def attend(query, key, value, visible, scale: float) -> Partial:
     return Partial(maximum=maximum, total=jnp.sum(weights, axis=-1), values=values)
 
 
-def combine(*parts: Partial):
-    """Merges partial attentions into [B, Hkv, M, D] fp32; a row that sees nothing is exactly 0."""
-    peak = parts[0].maximum
-    for part in parts[1:]:
-        peak = jnp.maximum(peak, part.maximum)
-    peak = jnp.where(jnp.isfinite(peak), peak, 0.0)
-    scales = [jnp.exp(part.maximum - peak) for part in parts]
-    total = sum(part.total * scale for part, scale in zip(parts, scales, strict=True))
-    values = sum(part.values * scale[..., None] for part, scale in zip(parts, scales, strict=True))
-    return values / jnp.where(total > 0.0, total, 1.0)[..., None]
+def merge(first: Partial, second: Partial) -> Partial:
+    """The partial attention over two disjoint ranges."""
+    maximum = jnp.maximum(first.maximum, second.maximum)
+    peak = jnp.where(jnp.isfinite(maximum), maximum, 0.0)
+    left, right = jnp.exp(first.maximum - peak), jnp.exp(second.maximum - peak)
+    return Partial(
+        maximum=maximum,
+        total=first.total * left + second.total * right,
+        values=first.values * left[..., None] + second.values * right[..., None],
+    )
+
+
+def normalise(part: Partial):
+    """[B, Hkv, M, D] fp32 attention; a row that sees nothing is exactly 0."""
+    return part.values / jnp.where(part.total > 0.0, part.total, 1.0)[..., None]
 
 
 def _dot(spec: str, left, right):

@@ -2,7 +2,14 @@
 
 import jax.numpy as jnp
 
-from dflash_jax.ops.attention import attend, block_visibility, combine, fold_heads, unfold_heads
+from dflash_jax.ops.attention import (
+    attend,
+    block_visibility,
+    fold_heads,
+    merge,
+    normalise,
+    unfold_heads,
+)
 
 
 def sliding_window_attention(
@@ -54,7 +61,7 @@ def sliding_window_attention(
     inside = block_visibility("causal" if causal else "full", batch, width, live) & near[None]
     own_key, own_value = (jnp.moveaxis(x, 1, 2) for x in (block_key, block_value))
     block = attend(folded, own_key, own_value, inside, scale)
-    return unfold_heads(combine(context, block), width).astype(query.dtype)
+    return unfold_heads(normalise(merge(context, block)), width).astype(query.dtype)
 
 
 def ring_positions(frontier, capacity: int):

@@ -3,10 +3,19 @@
 import jax.numpy as jnp
 from jax import lax
 
-from dflash_jax.ops.attention import attend, block_visibility, combine, fold_heads, unfold_heads
+from dflash_jax.ops.attention import (
+    attend,
+    block_visibility,
+    fold_heads,
+    merge,
+    normalise,
+    unfold_heads,
+)
 
-# Context positions that one pass gathers from the pages: bounds the scratch at long contexts.
+# A longer context is read in stretches, in a loop that ends with the longest row: at most this many
+# positions, and at most this many scores, at a time.
 CONTEXT_BLOCK = 8192
+SCORES = 1 << 26
 
 
 def softmax_attention(
@@ -46,27 +55,34 @@ def softmax_attention(
     folded = fold_heads(query, kv_heads)
     alive = jnp.arange(width)[None, :] < live[:, None]
 
-    def context_part(table, first_page: int, last_page: int):
-        ids = jnp.minimum(table[:, first_page:last_page], num_pages - 1)
-        tokens = (last_page - first_page) * page
-        key, value = (
-            jnp.moveaxis(pool[:, ids], 0, 1).reshape(batch, kv_heads, tokens, dim)
-            for pool in (key_pages, value_pages)
-        )
-        position = first_page * page + jnp.arange(tokens)
-        visible = alive[:, :, None] & (position[None, None, :] < frontier[:, None, None])
-        return attend(folded, key, value, visible, scale)
-
     own_key, own_value = (jnp.moveaxis(x, 1, 2) for x in (block_key, block_value))
     visible = block_visibility(block_mask, batch, width, live)
-    parts = [attend(folded, own_key, own_value, visible, scale)]
-    step = max(1, CONTEXT_BLOCK // page)
-    for first in range(0, table.shape[1], step):
-        if first:
-            # Orders the gathers, so that one gathered stretch is alive at a time.
-            table, parts = lax.optimization_barrier((table, parts))
-        parts.append(context_part(table, first, min(first + step, table.shape[1])))
-    return unfold_heads(combine(*parts), width).astype(query.dtype)
+    part = attend(folded, own_key, own_value, visible, scale)
+
+    def absorb(first_page, part, pages):
+        """Merges in the context of some consecutive page-table columns, [B, pages]."""
+        ids = jnp.minimum(pages, num_pages - 1)
+        key, value = (
+            jnp.moveaxis(pool[:, ids], 0, 1).reshape(batch, kv_heads, -1, dim)
+            for pool in (key_pages, value_pages)
+        )
+        position = first_page * page + jnp.arange(key.shape[2])
+        seen = alive[:, :, None] & (position[None, None, :] < frontier[:, None, None])
+        return merge(part, attend(folded, key, value, seen, scale))
+
+    step = max(1, min(CONTEXT_BLOCK, SCORES // (batch * heads * width)) // page)
+    if table.shape[1] <= step:
+        part = absorb(0, part, table) if table.shape[1] else part
+    else:
+        padded = jnp.pad(table, ((0, 0), (0, -table.shape[1] % step)), constant_values=num_pages)
+        stretches = (jnp.max(frontier) + step * page - 1) // (step * page)
+
+        def stretch(index, part):
+            pages = lax.dynamic_slice_in_dim(padded, index * step, step, axis=1)
+            return absorb(index * step, part, pages)
+
+        part = lax.fori_loop(0, jnp.minimum(stretches, padded.shape[1] // step), stretch, part)
+    return unfold_heads(normalise(part), width).astype(query.dtype)
 
 
 def ancestor_mask(parent):
