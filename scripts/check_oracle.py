@@ -3,7 +3,7 @@
     python scripts/check_oracle.py KIT [--targets NAME ...] [--drafts NAME ...]
 
 One line for each array and each way to compute it: name, error, tolerance, ok or FAIL ("-" marks
-inputs and what is not checked). The exit status is 1 if anything failed.
+inputs). The exit status is 1 if anything failed.
 """
 
 import argparse

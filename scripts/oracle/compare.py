@@ -1,8 +1,8 @@
 """Compares computed arrays with a kit's arrays; one printed line each.
 
 What a golden array is used for is said by a `Check`: compared as floats, compared exactly, an
-input of the computation, or not checked. An array without any is a failure, so that nothing new in
-a kit passes unseen.
+input of the computation. An array without any is a failure, so that nothing new in a kit passes
+unseen.
 """
 
 from __future__ import annotations
@@ -44,14 +44,7 @@ class Input:
     """The array is an input of the computation."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Unchecked:
-    """The array is deliberately not compared."""
-
-    reason: str
-
-
-Check = Floats | Exact | Input | Unchecked
+Check = Floats | Exact | Input
 Checks = dict[str, list[Check]]
 
 
@@ -89,8 +82,6 @@ def _line(name: str, array: np.ndarray, check: Check) -> Line:
     match check:
         case Input():
             return Line(name, "input", "", None)
-        case Unchecked(reason):
-            return Line(name, f"not checked: {reason}", "", None)
         case Floats(value, absolute, label):
             return _floats(name + label, array, np.asarray(value), absolute)
         case Exact(value, where, label):

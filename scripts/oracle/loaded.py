@@ -51,6 +51,16 @@ class LoadedKit:
             raise KitError(f"{name}: expected causal {local} by the file, got {loaded.causal}")
         return loaded, params
 
+    def sampling_settings(self) -> dict[str, dict[str, dict]]:
+        """Settings by name of every golden that the manifest notes settings for."""
+        path = self._folder / "manifest.json"
+        notes = json.loads(path.read_text("utf-8")).get("notes", {}) if path.is_file() else {}
+        return {
+            stem: {name: note["settings"] for name, note in noted.items()}
+            for stem, noted in notes.items()
+            if stem.startswith("dist_")
+        }
+
     def _existing(self, kind: str, name: str) -> Path:
         folder = self._folder / kind / name
         if not folder.is_dir():

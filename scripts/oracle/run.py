@@ -7,16 +7,14 @@ from pathlib import Path
 
 import jax
 
-from .compare import Checks, Line, Unchecked, compare, failure
+from .compare import Checks, Line, compare, failure
 from .drafts import check_draft
 from .kit import Golden, golden_paths, read_golden
 from .loaded import LoadedKit
 from .rounds import check_e2e, check_greedy
+from .sampled import check_dist, check_verify
 from .selector import check_ties
 from .targets import check_target
-
-# Sampled decoding: these kinds give distributions, which one run cannot show.
-_NOT_CHECKED = {"dist": "sampled distributions", "verify": "sampled verification"}
 
 
 def checks_of(golden: Golden, kit: LoadedKit) -> Checks:
@@ -33,8 +31,10 @@ def checks_of(golden: Golden, kit: LoadedKit) -> Checks:
                 return check_e2e(golden, kit)
             case "selector_ties":
                 return check_ties(golden)
-            case kind if kind in _NOT_CHECKED:
-                return {name: [Unchecked(_NOT_CHECKED[kind])] for name in golden.arrays}
+            case "dist":
+                return check_dist(golden, kit)
+            case "verify":
+                return check_verify(golden, kit)
             case _:
                 return {}
 

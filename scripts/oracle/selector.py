@@ -39,7 +39,7 @@ def check_selector(
     if "forced_ranks" in golden:
         ranks = golden["forced_ranks"]
         path = np.asarray(best.ids[0])[np.arange(len(ranks)), ranks]
-        law = _forced_law(edges, best.ids, ranks, float(golden["temperature"]))
+        law = forced_law(edges, best.ids, ranks, float(golden["temperature"]))
         checks |= {
             "temperature": [Input()],
             "forced_ranks": [Input()],
@@ -65,7 +65,7 @@ def _greedy(
     return best, draft_call(models, params, "select", hidden, best, anchor, zeros[:, 0], zeros)
 
 
-def _forced_law(
+def forced_law(
     edges: jax.Array, candidates: jax.Array, ranks: np.ndarray, temperature: float
 ) -> np.ndarray:
     """Proposal law [K, C] of each step of a given path.
