@@ -74,6 +74,9 @@ def main() -> int:
         extra = sampled["round"] - speculative["round"]
         print(f"sampled round ({controls}): queued {sampled['round']:.2f} ms, {extra:+.2f} ms "
               f"({extra / sampled['round']:.1%} of it) against greedy rows in the same program")
+    _report("round", speculative, params.target, params.draft, models, args, bandwidth)
+    if args.skip_plain:
+        return 0
     plain_run = config.RunConfig(
         draft_tokens=0, batch=args.batch, max_context=run.max_context, chunk=args.chunk,
         implementation=args.implementation,
@@ -84,8 +87,7 @@ def main() -> int:
         args,
         SamplingParams(),
     )
-    for name, result, draft in (("round", speculative, params.draft), ("plain", plain, {})):
-        _report(name, result, params.target, draft, models, args, bandwidth)
+    _report("plain", plain, params.target, {}, models, args, bandwidth)
     tau = np.mean([accepted + 1 for accepted in _schedule(args)])
     print(
         f"tokens/s at tau {tau:.2f}: {args.batch * tau / speculative['round'] * 1e3:.1f}, "
@@ -103,6 +105,7 @@ def _arguments():
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=64)
     parser.add_argument("--tau", type=float, default=4.8, help="mean of accepted + 1")
+    parser.add_argument("--skip-plain", action="store_true", help="rounds only")
     parser.add_argument("--temperature", type=float, default=0.0, help="> 0: time it as well")
     parser.add_argument("--top-k", type=int, default=20)
     parser.add_argument("--top-p", type=float, default=0.95)
