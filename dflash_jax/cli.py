@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_jax.config import DraftConfig, DtypePolicy, RunConfig, TargetConfig, describe
-from dflash_jax.engine.generate import check_prompts, generate, run_draft_tokens
-from dflash_jax.engine.request import Output, total_statistics
+from dflash_jax.engine.checks import check_prompts
+from dflash_jax.engine.generate import generate, run_draft_tokens
+from dflash_jax.engine.request import FinishReason, Output, total_statistics
 from dflash_jax.engine.text import TextStream, TextTokenizer, eos_ids
 from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.sampling.presets import PRESETS, read_generation_config
@@ -46,7 +47,7 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Runs the command line; returns the exit status: 2 a caller's fault, 1 a faulty row."""
     arguments = build_parser().parse_args(argv)
     try:
         job = prepare(arguments)
@@ -68,7 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     printer.finish()
     if not arguments.quiet:
         print(report(outputs), file=sys.stderr)
-    return 0
+    reasons = [output.finish_reason for output in outputs]
+    for row, reason in enumerate(reasons):
+        if reason == FinishReason.FAULT:
+            print(f"{PROGRAM}: row {row}: ended early, no finite logit", file=sys.stderr)
+    return 1 if FinishReason.FAULT in reasons else 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -89,8 +94,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--raw", action="store_true", help="continue --prompt itself, without a chat template")
     add("--draft-tokens", type=int, metavar="K", help="proposals a round; default block_size - 1")
-    add("--max-new-tokens", type=int, required=True, metavar="N")
-    add("--max-context", type=int, metavar="N", help=f"positions a row; default {DEFAULT_CONTEXT}")
+    add("--max-new-tokens", type=int, required=True, metavar="N", help="outputs a row, at most")
+    positions = f"positions a row; default {DEFAULT_CONTEXT}, or fewer if the models have fewer"
+    add("--max-context", type=int, metavar="N", help=positions)
     add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="float32 is for exactness")
     add("--causal", choices=("true", "false"), help="override the draft layers' causality")
     add("--public-vocab", type=int, metavar="N", help="ids that may be emitted")

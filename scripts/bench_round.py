@@ -140,7 +140,7 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
         # The first chunk compiles; the last one is a clean figure.
         result["prefill chunk"] = (time.perf_counter() - began) * 1e3
         result.setdefault("prefill compile", result["prefill chunk"])
-    state = first_token(models, params, state, rows, sampling)
+    state, _ = first_token(models, params, state, rows, sampling)
 
     force = jax.jit(_force)
     extent_of = jax.jit(lambda sequence: models.extent(sequence.gather(rows.lane)))

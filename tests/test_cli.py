@@ -43,6 +43,9 @@ def calls(monkeypatch):
         seen["generate"] = (models, prompts, max_new_tokens, eos_ids)
         seen["sampling"] = sampling
         outputs = []
+        if seen.get("fault"):
+            statistics = Statistics()
+            return [Output(tokens=(), finish_reason=FinishReason.FAULT, statistics=statistics)]
         for row in range(len(prompts)):
             statistics = Statistics(prompt_tokens=3, new_tokens=3, decode_seconds=0.5)
             statistics.count_round(2, 1)
@@ -142,7 +145,7 @@ def test_other_prompt_ids_are_value_errors(text):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--max-new-tokens", 0), "max_new_tokens: expected at least 1, got 0"),
+        (("--max-new-tokens", 0), "max_new_tokens: expected an integer >= 1, got 0"),
         (("--max-new-tokens", 5, "--max-context", 7), "max_context: expected at least 8"),
         (("--max-new-tokens", 5, "--max-context", 0), "max_context: expected"),
         (("--max-new-tokens", 5, "--draft-tokens", 3), "--draft-tokens: expected only with"),
@@ -261,3 +264,9 @@ def test_preset_folder_reads_the_targets_generation_config(calls, prompt_file, t
     options = ("--prompt-ids", prompt_file, "--max-new-tokens", 5, "--preset", "folder")
     assert run(*options, target=tmp_path) == 0
     assert calls["sampling"] == SamplingParams(temperature=0.5, top_k=3, top_p=0.75)
+
+
+def test_a_faulty_row_is_reported_even_when_quiet(calls, prompt_file, capsys):
+    calls["fault"] = True
+    assert run("--prompt-ids", prompt_file, "--max-new-tokens", 5, "--quiet") == 1
+    assert "row 0: ended early, no finite logit" in capsys.readouterr().err

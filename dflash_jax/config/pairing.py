@@ -37,14 +37,16 @@ def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
 def check_run(target: TargetConfig, draft: DraftConfig | None, run: RunConfig) -> None:
     """Raises ConfigError unless the run choices fit the models.
 
-    K is 0 exactly without a draft (options of a backend need the backend); the capacity is within
-    what both models state.
+    K is 0 exactly without a draft (options of a backend need the backend) and below the capacity;
+    the capacity is within what both models state.
     """
     tokens = run.draft_tokens
     if draft is None:
         require(tokens == 0, "draft_tokens", "0 without a draft", tokens)
     else:
         require(tokens >= 1, "draft_tokens", "at least 1 with a draft", tokens)
+        most = f"below max_context = {run.max_context}, since no more could be verified"
+        require(tokens < run.max_context, "draft_tokens", most, tokens)
     for name, model in (("target", target), ("draft", draft)):
         if model is not None:
             limit = model.max_positions

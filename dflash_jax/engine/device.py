@@ -69,8 +69,8 @@ class DeviceBatch:
         self._live: tuple[int, ...] | None = None
         self._scratch: RoundScratch | None = None
 
-    def prefill(self, row: int, prompt: Sequence[int], max_new_tokens: int) -> int:
-        """Runs a prompt in chunks and returns the first new token.
+    def prefill(self, row: int, prompt: Sequence[int], max_new_tokens: int) -> int | None:
+        """Runs a prompt in chunks and returns the first new token, None when none is finite.
 
         A chunk is as long as ``run.chunk``, the last one padded to a power of two, so the number
         of compiled programs grows with the logarithm of the chunk only.
@@ -85,8 +85,8 @@ class DeviceBatch:
             chunk = PrefillChunk.text(models, padded, [len(piece)], [start])
             state = prefill_chunk(models, self._params, state, rows, chunk)
         own = jax.tree.map(lambda x: x[row : row + 1], self._sampling)
-        self._state = first_token(models, self._params, state, rows, own)
-        return int(self._state.sequence.anchor[row])
+        self._state, fault = first_token(models, self._params, state, rows, own)
+        return None if fault[0] else int(self._state.sequence.anchor[row])
 
     def warm_up(self) -> None:
         """Compiles a round by running one without live rows, which changes nothing."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from dflash_jax.config import DraftConfig
+from dflash_jax.engine.checks import check_device, check_params, check_prompts, is_integer
 from dflash_jax.engine.device import DeviceBatch
 from dflash_jax.engine.preview import preview
 from dflash_jax.engine.publish import publish
@@ -48,9 +49,11 @@ def generate(
     Returns:
       One ``Output`` a prompt, in order.
     Raises:
-      ValueError: the checks of ``check_prompts``, before any device work.
+      ValueError: the checks of ``engine/checks.py``, before any device work.
     """
-    check_prompts(models, prompts, max_new_tokens)
+    check_prompts(models, prompts, max_new_tokens, eos_ids)
+    check_params(models, params)
+    check_device(models)
     controls = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     if len(controls) != len(prompts):
         raise ValueError(f"sampling: expected {len(prompts)} entries, got {len(controls)}")
@@ -69,28 +72,6 @@ def generate(
     return [request.output() for request in requests]
 
 
-def check_prompts(models: Models, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Raises ValueError, naming what is needed and what there is, unless ``generate`` can run."""
-    run, public = models.run, models.target.public_vocab
-    if not 1 <= len(prompts) <= run.batch:
-        raise ValueError(f"prompts: expected 1..{run.batch} (batch), got {len(prompts)}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
-    for row, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompts[{row}]: expected at least one token, got none")
-        outside = [token for token in prompt if not 0 <= token < public]
-        if outside:
-            raise ValueError(f"prompts[{row}]: expected ids in [0, {public}), got {outside[0]}")
-        need = len(prompt) + max_new_tokens
-        if need > run.max_context:
-            raise ValueError(
-                f"max_context: expected at least {need} "
-                f"(prompts[{row}] {len(prompt)} + max_new_tokens {max_new_tokens}), "
-                f"got {run.max_context}"
-            )
-
-
 def run_draft_tokens(draft: DraftConfig | None, requested: int | None = None) -> int:
     """K of a run: what the caller asks for, else the draft's block_size - 1; 0 without a draft.
 
@@ -102,6 +83,8 @@ def run_draft_tokens(draft: DraftConfig | None, requested: int | None = None) ->
             raise ValueError(f"draft_tokens: expected none without a draft, got {requested}")
         return 0
     if requested is not None:
+        if not is_integer(requested) or requested < 1:
+            raise ValueError(f"draft_tokens: expected an integer >= 1, got {requested!r}")
         return requested
     if draft.block_size is None:
         raise ValueError("draft_tokens: expected a number, as the draft has no block_size")
@@ -116,7 +99,10 @@ def run_requests(device: DeviceBatch, requests: Sequence[Request]) -> None:
         request.statistics.prompt_tokens = len(request.prompt)
         first = device.prefill(request.row, request.prompt, request.max_new_tokens)
         request.statistics.prefill_seconds = time.perf_counter() - start
-        publish(request, [first])
+        if first is None:
+            request.end(FinishReason.FAULT)
+        else:
+            publish(request, [first])
     if any(request.finish_reason is None for request in requests):
         device.warm_up()  # so that the rounds are timed without their compilation
     start = time.perf_counter()

@@ -13,6 +13,7 @@ from dflash_jax.steps.models import Models, Params
 from dflash_jax.target import TargetColumns
 
 
+@functools.lru_cache(maxsize=8)
 def abstract_params(models: Models) -> Params:
     """Shape and dtype of every parameter of a pair, at no cost in memory.
 

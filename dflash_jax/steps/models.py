@@ -5,7 +5,15 @@ from typing import Any
 
 from flax import struct
 
-from dflash_jax.config import DraftConfig, DraftKind, RunConfig, TargetConfig, check_pair, check_run
+from dflash_jax.config import (
+    ConfigError,
+    DraftConfig,
+    DraftKind,
+    RunConfig,
+    TargetConfig,
+    check_pair,
+    check_run,
+)
 from dflash_jax.draft import DFlash, DFlash2, build_draft
 from dflash_jax.state.decode import DecodeState
 from dflash_jax.state.scratch import RoundExtent
@@ -26,6 +34,11 @@ class Models:
     run: RunConfig
 
     def __post_init__(self):
+        fields = {"target": TargetConfig, "draft": DraftConfig | None, "run": RunConfig}
+        for name, kind in fields.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise ConfigError(f"{name}: expected {kind}, got {type(value).__name__}")
         if self.draft is not None:
             check_pair(self.target, self.draft)
         check_run(self.target, self.draft, self.run)

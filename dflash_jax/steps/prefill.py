@@ -163,34 +163,38 @@ def prefill_chunk(
 @functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
 def first_token(
     models: Models, params: Params, state: DecodeState, rows: Rows, sampling: SamplingArrays
-) -> DecodeState:
+) -> tuple[DecodeState, jax.Array]:
     """Chooses the token after the prompt from the continuation. ✎ Donates `state`.
 
     It becomes the anchor, is counted, and is charged to the budget like any published token.
 
-    Source: contracts 10.
+    Returns:
+      the state, and fault [B] bool: the row has no finite candidate (NaN logits, or a mask that
+      forbids everything). Its anchor means nothing and must not be published.
+    Source: contracts 10 and 9.5.
     """
     live = rows.lane < state.sequence.frontier.shape[0]
     continuation = state.target.continuation
     hidden = continuation[jnp.minimum(rows.write_slot, continuation.shape[0] - 1)]
     logits = target_call(models, params, "logits", hidden)[:, None]
     before = state.sequence.gather(rows.lane)
-    token = _choose(models, logits, before, sampling)
+    token, finite = _choose(models, logits, before, sampling)
     remaining = before.remaining
     sequence = state.sequence.count_tokens(rows.lane, token[:, None], live.astype(jnp.int32))
     sequence = sequence.put(rows.lane, live, anchor=token, remaining=remaining - 1)
-    return state.replace(sequence=sequence)
+    return state.replace(sequence=sequence), live & ~finite
 
 
 def _choose(models: Models, logits, before, sampling: SamplingArrays):
-    """The token after the prompt, [B] int32, from logits [B, 1, V]."""
+    """The token after the prompt, [B] int32, and whether any is finite, from logits [B, 1, V]."""
     public = models.target.public_vocab
     if sampling.greedy_only:
-        return public_argmax(logits[:, 0], public).index
+        best = public_argmax(logits[:, 0], public)
+        return best.index, best.finite
     drafts = jnp.zeros((len(logits), 0), jnp.int32)
     adjusted = adjusted_logits(logits, sampling, before.counts, before.prompt_seen, drafts)
-    best = public_argmax(adjusted[:, 0], public).index
+    best = public_argmax(adjusted[:, 0], public)
     law = target_distribution(adjusted, sampling, models.run.max_candidates)
     u = uniform(before.seed, before.frontier, Purpose.PREFILL, 0)
     drawn, _ = inverse_cdf(law.weights[:, 0], u)
-    return jnp.where(sampling.temperature > 0.0, drawn, best)
+    return jnp.where(sampling.temperature > 0.0, drawn, best.index), best.finite

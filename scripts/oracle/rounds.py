@@ -49,7 +49,7 @@ def generated(models: Models, params: Params, prompt: np.ndarray, budget: int) -
     """Greedy decoding of `budget` tokens through speculate and commit."""
     sampling, public = SamplingArrays.greedy(1), models.target.public_vocab
     state = prefilled(models, params, prompt, budget=budget)
-    state = first_token(models, params, state, ROWS, sampling)
+    state, _ = first_token(models, params, state, ROWS, sampling)
     output, rounds = [int(state.sequence.anchor[0])], []
     while len(output) < budget:
         sequence = state.sequence.gather(ROWS.lane)

@@ -94,7 +94,7 @@ def collect(models, params):
     )
     state = begin(models, models.zeros(), rows, admission)
     chunk = PrefillChunk.text(models, prompt, [PROMPT] * BATCH, [0] * BATCH)
-    state = first_token(
+    state, _ = first_token(
         models, params, prefill_chunk(models, params, state, rows, chunk), rows, sampling
     )
 

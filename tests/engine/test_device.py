@@ -41,9 +41,16 @@ def run(golden):
     models = Models(target=target, draft=draft, run=choices)
     params = Params(target=target_params, draft=draft_params)
 
-    def call(order=ROWS, *, max_new_tokens=BUDGET, **options):
+    def call(
+        order=ROWS, *, max_new_tokens=BUDGET, poisoned_id=None, change=lambda tree: None, **options
+    ):
         prompts = [golden[f"prompt{row}"].tolist() for row in order]
-        return generate(models, params, prompts, max_new_tokens=max_new_tokens, **options)
+        tree = dict(target_params)
+        if poisoned_id is not None:
+            tree["embedding"] = tree["embedding"].at[poisoned_id].set(np.nan)
+        change(tree)
+        used = params.replace(target=tree)
+        return generate(models, used, prompts, max_new_tokens=max_new_tokens, **options)
 
     return call
 
@@ -127,3 +134,30 @@ def test_buckets_are_powers_of_two_up_to_the_chunk():
     lengths = [1, 15, 16, 17, 32, 33, 99, 100]
     assert [device.bucket(n, 100) for n in lengths] == [16, 16, 16, 32, 32, 64, 100, 100]
     assert [device.bucket(n, 8) for n in (1, 8)] == [8, 8]
+
+
+def test_a_nan_prompt_ends_its_row_before_a_token_and_leaves_the_others(run, golden):
+    """One embedding row is NaN; only the prompt that holds it ends, with no output."""
+    clean = run(max_new_tokens=6)
+    poisoned = next(iter(set(golden["prompt0"].tolist()) - set(golden["prompt1"].tolist())))
+    others = [row for row in ROWS if poisoned not in golden[f"prompt{row}"]]
+    outputs = run(max_new_tokens=6, poisoned_id=poisoned)
+    assert (outputs[0].tokens, outputs[0].finish_reason) == ((), FinishReason.FAULT)
+    for row in others:
+        assert outputs[row] == clean[row] or outputs[row].tokens == clean[row].tokens
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda tree: tree.pop("final_norm"), r"\['final_norm'\]\['weight'\]: missing"),
+        (lambda tree: tree.update(extra=np.zeros(3)), r"\['extra'\]: not declared"),
+        (
+            lambda tree: tree.update(embedding=tree["embedding"][:-1]),
+            r"\['embedding'\]: expected \(64, 64\) float32, got \(63, 64\)",
+        ),
+    ],
+)
+def test_parameters_of_another_geometry_are_refused_by_path(run, change, message):
+    with pytest.raises(ValueError, match=f"params: 1 leaves differ: .target{message}"):
+        run(max_new_tokens=2, change=change)

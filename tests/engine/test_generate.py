@@ -20,8 +20,9 @@ class MockDevice:
     never advanced by more than it licensed.
     """
 
-    def __init__(self, hits, rows=2, faults=()):
+    def __init__(self, hits, rows=2, faults=(), bad_prompts=()):
         self.hits, self.rows, self.faults = hits, rows, set(faults)
+        self.bad_prompts = set(bad_prompts)
         self.anchor, self.remaining, self.licensed = {}, {}, {}
         self.events = []
 
@@ -29,7 +30,7 @@ class MockDevice:
         self.anchor[row] = prompt[-1] + 1
         self.remaining[row] = max_new_tokens - 1
         self.events.append(("prefill", row))
-        return self.anchor[row]
+        return None if row in self.bad_prompts else self.anchor[row]
 
     def warm_up(self):
         assert self.speculate(()).licensed == [0] * self.rows
@@ -100,6 +101,14 @@ def test_a_fault_ends_its_row_alone_and_commits_nothing_of_it():
     assert ("commit", ((0, 0), (1, 4))) in device.events
 
 
+def test_a_prompt_without_a_finite_candidate_publishes_nothing():
+    device = MockDevice(hits=K, bad_prompts=[0])
+    rows = [request(0, (5,), 1), request(1, (50,), 6)]
+    run_requests(device, rows)
+    assert (rows[0].tokens, rows[0].finish_reason) == ([], FinishReason.FAULT)
+    assert rows[1].tokens == list(range(51, 57))
+
+
 def test_tokens_are_shown_only_after_their_commit():
     device = MockDevice(hits=K)
     shown = lambda row, tokens: device.events.append(("shown", tuple(tokens)))  # noqa: E731
@@ -134,7 +143,7 @@ def models(**run):
         ([[1], []], 1, r"prompts\[1\]: expected at least one token"),
         ([[1, 250]], 1, r"prompts\[0\]: expected ids in \[0, 250\), got 250"),
         ([[1, -1]], 1, r"got -1"),
-        ([[1]], 0, "max_new_tokens: expected at least 1, got 0"),
+        ([[1]], 0, "max_new_tokens: expected an integer >= 1, got 0"),
         ([[1] * 10], 7, r"max_context: expected at least 17 .*, got 16"),
     ],
 )

@@ -107,6 +107,63 @@ def test_template_faults_are_value_errors(folder):
             TextTokenizer.load(folder).chat(message)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 1 / 0 }}",
+        "{{ messages + 1 }}",
+        "{{ messages | tojson(depth=1) }}",
+        "{{ range(10 ** 30) }}",
+        "{{ messages[0].content.nothing() }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ strftime_now(5) }}",
+    ],
+)
+def test_a_template_that_fails_in_any_way_is_a_value_error(folder, source):
+    (folder / "chat_template.jinja").write_text(source, "utf-8")
+    tokenizer = TextTokenizer.load(folder)
+    with pytest.raises(ValueError, match="^chat_template: expected one that renders, got "):
+        tokenizer.chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"model": {}}', '{"a":' * 5000])
+def test_a_file_that_is_no_tokenizer_is_named(folder, content):
+    (folder / "tokenizer.json").write_text(content, "utf-8")
+    with pytest.raises(ValueError, match=r"^tokenizer\.json: expected a tokenizer, got "):
+        TextTokenizer.load(folder)
+
+
+def test_a_text_the_tokenizer_has_no_ids_for_is_a_value_error(folder):
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="absent"))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"^tokenizer\.json: expected ids for every prompt"):
+        TextTokenizer.load(folder).encode("b")
+
+
+@pytest.mark.parametrize("field", ["chat_template", "eos_token", "bos_token"])
+@pytest.mark.parametrize("value", [5, True, {}, [{}], ["default"], {"content": 5}])
+def test_a_setting_of_another_type_names_file_and_field(folder, field, value):
+    (folder / "tokenizer_config.json").write_text(json.dumps({field: value}), "utf-8")
+    with pytest.raises(ValueError, match=rf"^tokenizer_config\.json: {field}: expected "):
+        TextTokenizer.load(folder)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_that_is_not_utf8_is_named(folder, file):
+    (folder / file).write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ValueError, match=rf"^{file}: expected UTF-8, got "):
+        TextTokenizer.load(folder)
+
+
+def test_half_a_surrogate_pair_in_a_prompt_is_named(folder):
+    tokenizer = TextTokenizer.load(folder)
+    expected = r"^prompt: expected text that UTF-8 can hold, got '\\ud83d' at character 2$"
+    with pytest.raises(ValueError, match=expected):
+        tokenizer.encode("ab\ud83d")
+    with pytest.raises(ValueError, match="^prompt: "):
+        tokenizer.chat([{"role": "user", "content": "ab\ud83d"}])
+
+
 def test_missing_files_are_value_errors(tmp_path, folder):
     with pytest.raises(ValueError, match=r"tokenizer: expected .*tokenizer\.json"):
         TextTokenizer.load(tmp_path / "nowhere")
@@ -127,3 +184,32 @@ def test_eos_ids_come_from_the_first_file_that_names_them(tmp_path):
     assert eos_ids(tmp_path) == {3}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}), "utf-8")
     assert eos_ids(tmp_path) == {1, 2}
+
+
+@pytest.mark.parametrize("value", ["x", [None], -1, [1, -1], 1.5, True, [[1]], {"id": 1}, 2**31])
+@pytest.mark.parametrize("nested", [False, True])
+def test_eos_ids_that_are_no_ids_name_file_and_field(tmp_path, value, nested):
+    content = {"eos_token_id": value}
+    file = "config.json" if nested else "generation_config.json"
+    field = "text_config.eos_token_id" if nested else "eos_token_id"
+    (tmp_path / file).write_text(json.dumps({"text_config": content} if nested else content))
+    with pytest.raises(ValueError, match=rf"^{file}: {field}: expected an id in "):
+        eos_ids(tmp_path)
+
+
+def test_eos_ids_are_rows_of_the_vocabulary(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 256]}')
+    assert eos_ids(tmp_path, vocab_rows=257) == {0, 256}
+    with pytest.raises(ValueError, match=r"^generation_config\.json: eos_token_id: .*\[0, 256\)"):
+        eos_ids(tmp_path, vocab_rows=256)
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_eos_files_that_are_no_objects_are_named(tmp_path, file):
+    (tmp_path / file).write_text("[]")
+    with pytest.raises(ValueError, match=rf"^{file}: expected an object, got list$"):
+        eos_ids(tmp_path)
+    (tmp_path / file).unlink()
+    (tmp_path / "config.json").write_text('{"text_config": 5}')
+    with pytest.raises(ValueError, match=r"^config\.json: text_config: expected an object, got 5$"):
+        eos_ids(tmp_path)

@@ -107,7 +107,7 @@ class Prefilled:
         state = jax.tree.map(jnp.copy, self.state)
         sequence = state.sequence.put(rows.lane, rows.lane >= 0, seed=jnp.array(seeds))
         state = state.replace(sequence=sequence)
-        state = first_token(models, self.params, state, rows, sampling)
+        state, _ = first_token(models, self.params, state, rows, sampling)
         anchor = np.asarray(state.sequence.gather(rows.lane).anchor)
         texts = [[int(token)] for token in anchor]
         while min(len(text) for text in texts) < length:

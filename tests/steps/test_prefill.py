@@ -105,7 +105,7 @@ def text_after(chunk, rope_delta=0, count=10):
     state = begin(models, models.zeros(), rows, session.admission([0], [count], [100], rope_delta))
     state = prefill_chunk(models, session.params, state, rows, chunk)
     after, text = cases.host(state), []
-    state = first_token(models, session.params, state, rows, greedy)
+    state, _ = first_token(models, session.params, state, rows, greedy)
     for _ in range(count):
         text.append(int(state.sequence.anchor[0]))
         extent = extent_of(models, state, rows)
@@ -180,7 +180,7 @@ def first_logits(chunk, rope_delta):
     rows, greedy = session.rows([0]), SamplingArrays.greedy(1)
     state = begin(models, models.zeros(), rows, session.admission([0], [4], [100], rope_delta))
     state = prefill_chunk(models, session.params, state, rows, chunk)
-    state = first_token(models, session.params, state, rows, greedy)
+    state, _ = first_token(models, session.params, state, rows, greedy)
     extent = extent_of(models, state, rows)
     _, scratch = speculate(models, session.params, state, rows, greedy, extent)
     return np.asarray(scratch.verification.logits)

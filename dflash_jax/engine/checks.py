@@ -1,0 +1,75 @@
+"""What a caller may get wrong, found on the host before any device work."""
+
+from collections.abc import Collection, Iterable, Sequence
+from numbers import Integral
+
+import jax
+
+from dflash_jax.steps import Models, Params
+from dflash_jax.steps.init import abstract_params
+
+
+def check_prompts(
+    models: Models,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    eos_ids: Collection[int] = (),
+) -> None:
+    """Raises ValueError, naming what is needed and what there is, unless ``generate`` can run."""
+    run, public = models.run, models.target.public_vocab
+    if not 1 <= len(prompts) <= run.batch:
+        raise ValueError(f"prompts: expected 1..{run.batch} (batch), got {len(prompts)}")
+    if not is_integer(max_new_tokens) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: expected an integer >= 1, got {max_new_tokens!r}")
+    _check_ids("eos_ids", eos_ids, models.target.vocab_rows)
+    for row, prompt in enumerate(prompts):
+        _check_ids(f"prompts[{row}]", prompt, public)
+        if len(prompt) == 0:
+            raise ValueError(f"prompts[{row}]: expected at least one token, got none")
+        need = len(prompt) + max_new_tokens
+        if need > run.max_context:
+            raise ValueError(
+                f"max_context: expected at least {need} "
+                f"(prompts[{row}] {len(prompt)} + max_new_tokens {max_new_tokens}), "
+                f"got {run.max_context}"
+            )
+
+
+def check_params(models: Models, params: Params) -> None:
+    """Raises ValueError unless every leaf has the path, shape and dtype that the models declare."""
+    if not isinstance(params, Params):
+        raise ValueError(f"params: expected Params, got {type(params).__name__}")
+    expected, given = (
+        {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+        for tree in (abstract_params(models), params)
+    )
+    faults = [f"{path}: missing" for path in expected.keys() - given.keys()]
+    faults += [f"{path}: not declared by the models" for path in given.keys() - expected.keys()]
+    for path in expected.keys() & given.keys():
+        want, have = expected[path], given[path]
+        if (want.shape, want.dtype) != (have.shape, have.dtype):
+            faults.append(
+                f"{path}: expected {want.shape} {want.dtype}, got {have.shape} {have.dtype}"
+            )
+    if faults:
+        raise ValueError(f"params: {len(faults)} leaves differ: " + "; ".join(sorted(faults)[:8]))
+
+
+def check_device(models: Models) -> None:
+    """Raises ValueError when the run names an implementation that this device cannot run."""
+    backend = jax.default_backend()
+    if models.run.implementation == "pallas" and backend != "gpu":
+        raise ValueError(f"implementation: expected auto or xla on {backend}, got 'pallas'")
+
+
+def is_integer(value) -> bool:
+    """Whether a caller's number counts something: an int or a NumPy integer, not a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _check_ids(name: str, ids, end: int) -> None:
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise ValueError(f"{name}: expected token ids, got {ids!r}")
+    for token in ids:
+        if not is_integer(token) or not 0 <= token < end:
+            raise ValueError(f"{name}: expected ids in [0, {end}), got {token!r}")
