@@ -2,7 +2,8 @@
 
 Every failed rule raises `ConfigError("field: expected ..., got ...")` before any device work.
 `geometry` holds target and draft, `run` the run choices and dtypes, `pairing` the rules between
-them and `describe`, `presets` the published and tiny geometries (tests and benches only).
+them and `describe`, `presets` the published and tiny geometries (tests and benches only), `folder`
+reads the text and JSON files of a model folder.
 """
 
 from dflash_jax.config.geometry import (

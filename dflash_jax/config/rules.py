@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 MAX_INT = 2**31 - 1
+MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
 class ConfigError(ValueError):
@@ -32,11 +33,10 @@ def positive_ints(owner: object, prefix: str, names: str) -> None:
 
 def positive_float(field: str, value: object) -> None:
     """A number that is finite and above zero in float32, where it will be used."""
-    legal = is_int(value) or isinstance(value, float)
+    legal = (is_int(value) or isinstance(value, float)) and 0 < value <= MAX_FLOAT
     if legal:
-        with np.errstate(over="ignore", under="ignore"):
-            single = np.float32(value)
-        legal = bool(np.isfinite(single)) and single > 0
+        with np.errstate(under="ignore"):
+            legal = bool(np.float32(value) > 0)
     require(legal, field, "a number finite and > 0 in float32", value)
 
 

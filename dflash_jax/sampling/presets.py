@@ -1,8 +1,8 @@
 """Sampling controls by name: the family's recommendations, and a folder's own defaults."""
 
-import json
 from pathlib import Path
 
+from dflash_jax.config.folder import read_json
 from dflash_jax.sampling.params import SamplingParams
 
 # The recommendations of the Qwen3.5 model cards, by mode.
@@ -20,12 +20,13 @@ def read_generation_config(folder) -> SamplingParams:
 
     `do_sample: false`, or no `do_sample`, is greedy whatever else the file holds: that is its
     meaning there.
-    Raises: ValueError naming the file and field for values out of range.
+    Raises: ValueError naming the file if it is no JSON object, file and field for values out of
+      range.
     """
     path = Path(folder) / "generation_config.json"
     if not path.exists():
         return SamplingParams()
-    stated = json.loads(path.read_text("utf-8"))
+    stated = read_json(path)
     chosen = {key: stated[key] for key in _KEYS if stated.get(key) is not None}
     if not stated.get("do_sample", False):
         chosen = {key: value for key, value in chosen.items() if key == "repetition_penalty"}

@@ -6,12 +6,14 @@ Source: `checkpoints.md` 2.2 and 4.2 (single files and sharded ones), `pitfalls.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy before safetensors reads
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from dflash_jax.config import ConfigError
+from dflash_jax.config.folder import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -34,8 +36,9 @@ class TensorFiles:
     def __init__(self, folder: str | Path):
         """Opens every file of the folder.
 
-        Raises: WeightsError without files, for shards that the index names but that are absent,
-          for a tensor that is in two shards or that only the index knows.
+        Raises: WeightsError without files, for an index that is no JSON object or maps no names to
+          files, for shards that the index names but that are absent, for a tensor that is in two
+          shards or that only the index knows.
         """
         self.folder = Path(folder)
         self._files, self._where = [], {}
@@ -94,7 +97,15 @@ def _file_list(folder: Path) -> tuple[list[Path], set[str], list[str]]:
         return [folder / SINGLE], set(), []
     if not (folder / INDEX).is_file():
         return [], set(), [f"{SINGLE}: absent, and no {INDEX}"]
-    weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("weight_map")
-    if not weight_map:
-        return [], set(), [f"{INDEX}: expected a weight_map, got none"]
+    try:
+        weight_map = read_json(folder / INDEX).get("weight_map")
+    except ConfigError as error:
+        return [], set(), [str(error)]
+    if not isinstance(weight_map, dict) or not weight_map:
+        got = "an empty one" if weight_map == {} else repr(weight_map)
+        return [], set(), [f"{INDEX}: expected weight_map to be an object, got {got}"]
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            expected = f"weight_map[{name!r}] to be a file name"
+            return [], set(), [f"{INDEX}: expected {expected}, got {shard!r}"]
     return [folder / name for name in sorted(set(weight_map.values()))], set(weight_map), []

@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dflash_jax.config import ConfigError, GdnConfig, LayerKind, MoeConfig, RopeConfig, TargetConfig
+from dflash_jax.config.folder import read_json
+from dflash_jax.config.rules import MAX_INT, is_int
 from dflash_jax.weights.keys import (
     Keys,
     architecture,
-    read_json,
+    choice,
     rope_sections,
     subsection,
 )
@@ -63,19 +65,29 @@ def read_target_config(folder: str | Path, *, public_vocab: int | None = None) -
 def tokenizer_vocab(folder: Path) -> int | None:
     """1 + the largest id in FOLDER/tokenizer.json (vocabulary and added tokens), None without it.
 
-    Raises: ConfigError if the file holds no ids.
+    Raises: ConfigError if the file holds no ids, or something else where ids belong.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
     content = read_json(path)
     vocab = (subsection(content, "model") or {}).get("vocab")
-    ids = [entry["id"] for entry in content.get("added_tokens") or ()]
+    added = content.get("added_tokens")
+    if not isinstance(added, list | None) or not all(isinstance(e, Mapping) for e in added or ()):
+        expected = "added_tokens to be a list of objects"
+        raise ConfigError(f"tokenizer.json: expected {expected}, got {added!r}")
+    ids = [entry.get("id") for entry in added or ()]
     if isinstance(vocab, Mapping):
         ids += vocab.values()
     elif isinstance(vocab, list):
         # Unigram files list (piece, score) pairs in id order.
         ids += range(len(vocab))
+    elif vocab is not None:
+        expected = "model.vocab to be an object or a list"
+        raise ConfigError(f"tokenizer.json: expected {expected}, got {vocab!r}")
+    for token in ids:
+        if not is_int(token) or not 0 <= token < MAX_INT:
+            raise ConfigError(f"tokenizer.json: expected integer ids >= 0, got {token!r}")
     if not ids:
         raise ConfigError("tokenizer.json: expected a vocabulary, got no ids")
     return 1 + max(ids)
@@ -89,15 +101,11 @@ def target_config(raw: Mapping, *, public_vocab: int | None, source: str) -> Tar
       public_vocab: V_pub, or None for the vocabulary rows.
       source: where V_pub came from, for the log.
     """
-    family = _ARCHITECTURES.get(name := architecture(raw))
-    if family is None:
-        raise ConfigError(f"architectures: expected one of {list(_ARCHITECTURES)}, got {name!r}")
+    family = _ARCHITECTURES[architecture(raw, _ARCHITECTURES)]
     nested = subsection(raw, "text_config")
     text = raw if nested is None else nested
     for section in (raw, text):
-        kind = section.get("model_type")
-        if kind not in _MODEL_TYPES[family]:
-            raise ConfigError(f"model_type: expected one of {_MODEL_TYPES[family]}, got {kind!r}")
+        choice("model_type", section.get("model_type"), _MODEL_TYPES[family])
     keys = Keys((text, raw))
     keys.refuse_unimplemented()
     rows = keys.required("vocab_size")
@@ -124,11 +132,11 @@ def target_config(raw: Mapping, *, public_vocab: int | None, source: str) -> Tar
 
 
 def _layer_types(keys: Keys) -> tuple[LayerKind, ...]:
-    count = keys.required("num_hidden_layers")
+    count = keys.layer_count()
     names = keys.given("layer_types")
     if names is None:
         interval = keys.given("full_attention_interval")
-        if not isinstance(interval, int) or interval < 1:
+        if not is_int(interval) or interval < 1:
             raise ConfigError("layer_types: expected a list in config.json, got none")
         logger.info("layer_types absent: every %d-th layer is full attention", interval)
         full, linear = LayerKind.FULL.value, LayerKind.LINEAR.value
@@ -136,7 +144,7 @@ def _layer_types(keys: Keys) -> tuple[LayerKind, ...]:
     return layer_kinds(names, count)
 
 
-def layer_kinds(names: object, count: object) -> tuple[LayerKind, ...]:
+def layer_kinds(names: object, count: int) -> tuple[LayerKind, ...]:
     """The entries of a `layer_types` list of `count` layers.
 
     Raises: ConfigError for another length or an unknown entry.
@@ -144,10 +152,7 @@ def layer_kinds(names: object, count: object) -> tuple[LayerKind, ...]:
     if not isinstance(names, list) or len(names) != count:
         raise ConfigError(f"layer_types: expected a list of {count} entries, got {names!r}")
     known = {kind.value: kind for kind in LayerKind}
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"layer_types: expected entries of {list(known)}, got {name!r}")
-    return tuple(known[name] for name in names)
+    return tuple(known[choice("layer_types", name, known)] for name in names)
 
 
 def _rope(text: Mapping) -> RopeConfig:

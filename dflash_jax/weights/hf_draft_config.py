@@ -22,13 +22,14 @@ from dflash_jax.config import (
     TargetConfig,
     check_pair,
 )
+from dflash_jax.config.folder import read_json
 from dflash_jax.config.rules import is_int
 from dflash_jax.weights.hf_config import layer_kinds
 from dflash_jax.weights.keys import (
     NEUTRAL,
     Keys,
     architecture,
-    read_json,
+    choice,
     rope_sections,
     subsection,
 )
@@ -183,11 +184,8 @@ def _bools(name: str, flags: tuple, count: int) -> tuple[bool, ...]:
 
 
 def _kind(raw: Mapping, keys: Keys) -> DraftKind:
-    kind = _ARCHITECTURES.get(name := architecture(raw))
-    if kind is None:
-        raise ConfigError(f"architectures: expected one of {list(_ARCHITECTURES)}, got {name!r}")
-    if (model_type := raw.get("model_type")) != "qwen3":
-        raise ConfigError(f"model_type: expected 'qwen3', got {model_type!r}")
+    kind = _ARCHITECTURES[architecture(raw, _ARCHITECTURES)]
+    choice("model_type", raw.get("model_type"), ("qwen3",))
     projector = keys.given("projector_type")
     expected = "dflash" if kind is DraftKind.DFLASH else "dflash2"
     if projector not in (None, expected):
@@ -200,10 +198,8 @@ def _layers(keys: Keys) -> tuple[tuple[LayerKind, ...], int | None, bool]:
 
     `use_sliding_window` decides nothing: published code drops the window when it is false.
     """
-    count, names = keys.required("num_hidden_layers"), keys.given("layer_types")
+    count, names = keys.layer_count(), keys.given("layer_types")
     if names is None:
-        if not isinstance(count, int):
-            raise ConfigError(f"num_hidden_layers: expected an integer, got {count!r}")
         logger.info("layer_types absent: all %d layers are full attention", count)
         names = [LayerKind.FULL.value] * count
     kinds, window = layer_kinds(names, count), keys.given("sliding_window")

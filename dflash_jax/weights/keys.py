@@ -6,12 +6,11 @@ error, not ignored).
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from dflash_jax.config import ConfigError
+from dflash_jax.config.rules import is_int
 
 # Keys that change the computation, with the values under which they do not. Anything else is
 # refused by name: such a file would run and be wrong.
@@ -32,6 +31,8 @@ NEUTRAL = {
     "mrope_interleaved": (None, True),
     "use_aux_hidden_state": (None, True),
 }
+# More layers than any model has; a wrong count must not become a list of that length.
+MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,17 @@ class Keys:
             raise ConfigError(f"{names[0]}: expected a value in config.json, got none")
         return value
 
+    def layer_count(self) -> int:
+        """`num_hidden_layers`.
+
+        Raises: ConfigError unless it is an integer in 1..MAX_LAYERS.
+        """
+        count = self.required("num_hidden_layers")
+        if not is_int(count) or not 1 <= count <= MAX_LAYERS:
+            expected = f"an integer in 1..{MAX_LAYERS}"
+            raise ConfigError(f"num_hidden_layers: expected {expected}, got {count!r}")
+        return count
+
     def refuse_unimplemented(self) -> None:
         """Raises ConfigError for a key of `NEUTRAL` with a value that changes the computation."""
         for section in self.sections:
@@ -67,28 +79,22 @@ class Keys:
                     raise ConfigError(f"{name}: expected one of {neutral}, got {value!r}")
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file.
-
-    Raises: ConfigError if the file is absent, no JSON, or not an object.
-    """
-    if not path.is_file():
-        raise ConfigError(f"{path.name}: expected a file in {path.parent}, got none")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path.name}: expected JSON, got {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path.name}: expected an object, got {type(content).__name__}")
-    return content
-
-
-def architecture(raw: Mapping) -> str:
-    """The only entry of `architectures`."""
+def architecture(raw: Mapping, known: Collection[str]) -> str:
+    """The only entry of `architectures`, out of `known`."""
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise ConfigError(f"architectures: expected exactly one entry, got {names!r}")
-    return names[0]
+    return choice("architectures", names[0], known)
+
+
+def choice(field: str, value: object, known: Collection[str]) -> str:
+    """The value, a string out of `known`.
+
+    Raises: ConfigError for anything else, whatever its type.
+    """
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(f"{field}: expected one of {list(known)}, got {value!r}")
+    return value
 
 
 def subsection(raw: Mapping, name: str) -> Mapping | None:

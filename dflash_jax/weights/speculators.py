@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 
 from dflash_jax.config import ConfigError
-from dflash_jax.weights.keys import subsection
+from dflash_jax.weights.keys import choice, subsection
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,7 @@ def flatten_speculators(raw: Mapping) -> dict:
     Raises: ConfigError for another `speculators_model_type`, missing geometry, or ids under a name
       whose counting would be a guess.
     """
-    kind = raw["speculators_model_type"]
-    if kind not in _TYPES:
-        expected = f"one of {list(_TYPES)}"
-        raise ConfigError(f"speculators_model_type: expected {expected}, got {kind!r}")
+    kind = choice("speculators_model_type", raw["speculators_model_type"], _TYPES)
     geometry = subsection(raw, "transformer_layer_config")
     if geometry is None:
         raise ConfigError("transformer_layer_config: expected an object, got none")

@@ -332,6 +332,26 @@ def test_missing_files_and_shards(tmp_path, dense):
         load_target(folder, EXACT)
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{", "expected JSON, got "),
+        ("[]", "expected an object, got list"),
+        ("{}", "expected weight_map to be an object, got None"),
+        ('{"weight_map": {}}', "expected weight_map to be an object, got an empty one"),
+        ('{"weight_map": ["a"]}', "expected weight_map to be an object, got "),
+        ('{"weight_map": "a"}', "expected weight_map to be an object, got "),
+        ('{"weight_map": {"a": ["b"]}}', r"expected weight_map\['a'\] to be a file name, got "),
+        ('{"weight_map": {"a": 5, "b": "c"}}', r"expected weight_map\['a'\] to be a file name"),
+    ],
+)
+def test_an_index_that_maps_no_names_to_files_is_named(tmp_path, dense, content, expected):
+    folder = write(tmp_path, target_json(TARGET), dense, shards=2)
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(WeightsError, match=f"model.safetensors.index.json: {expected}"):
+        load_target(folder, EXACT)
+
+
 def test_shards_must_agree_with_their_index(tmp_path, dense):
     folder = write(tmp_path, target_json(TARGET), dense, shards=2)
     index = json.loads((folder / "model.safetensors.index.json").read_text())

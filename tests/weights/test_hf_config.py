@@ -104,6 +104,41 @@ def test_target_that_would_compute_something_else_is_refused(target_of, key, val
         target_of(flat_target() | {key: value})
 
 
+ODD_VALUES = [-5, 4.0, "4", True, {}, [], [[]], [{}], [None], 10**400]
+
+
+@pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: str(value)[:8])
+@pytest.mark.parametrize("key", ["architectures", "model_type", "layer_types", "num_hidden_layers"])
+def test_a_target_value_of_another_type_is_named(target_of, key, value):
+    with pytest.raises(ConfigError, match=f"^{key}: expected .*, got "):
+        target_of(flat_target() | {key: value})
+
+
+@pytest.mark.parametrize("value", [4.0, "4", True, 0, -1, 10**9, 10**400], ids=str)
+def test_a_layer_count_without_layer_types_is_checked(target_of, value):
+    content = flat_target() | {"full_attention_interval": 1, "num_hidden_layers": value}
+    del content["layer_types"]
+    with pytest.raises(ConfigError, match="^num_hidden_layers: expected an integer in "):
+        target_of(content)
+
+
+@pytest.mark.parametrize("value", [0, 10**400, 1e300, 1e-60, "1", True, [1]], ids=str)
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [
+        ("rms_norm_eps", "norm_eps"),
+        ("rope_theta", "rope.theta"),
+        ("partial_rotary_factor", "rope.partial_factor"),
+    ],
+)
+def test_a_number_that_float32_cannot_hold_is_named(target_of, key, field, value):
+    content = flat_target()
+    section = content["rope_parameters"]
+    (section if key in section else content)[key] = value
+    with pytest.raises(ConfigError, match=f"^{field}: expected a number finite and > 0"):
+        target_of(content)
+
+
 def test_absent_output_gate_means_gated(target_of):
     content = flat_target()
     del content["attn_output_gate"]
@@ -154,6 +189,29 @@ def test_unigram_vocabulary_counts_its_entries(target_of, tmp_path):
     tokenizer = {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}, "added_tokens": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert target_of(flat_target()).public_vocab == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"model": {"vocab": {"a": "0"}}}, "integer ids"),
+        ({"model": {"vocab": {"a": 0, "b": None}}}, "integer ids"),
+        ({"model": {"vocab": {"a": True}}}, "integer ids"),
+        ({"model": {"vocab": {"a": -1}}}, "integer ids"),
+        ({"model": {"vocab": {"a": 2**31}}}, "integer ids"),
+        ({"model": {"vocab": 5}}, "model.vocab to be an object or a list"),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": "7"}]}, "integer ids"),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": [{}]}, "integer ids"),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": [7]}, "added_tokens to be a list of obj"),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": {"b": 7}}, "added_tokens to be a list"),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": 7}, "added_tokens to be a list"),
+        ({"model": {}, "added_tokens": []}, "a vocabulary"),
+    ],
+)
+def test_a_tokenizer_without_proper_ids_is_named(target_of, tmp_path, content, expected):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=f"^tokenizer.json: expected {expected}"):
+        target_of(flat_target())
 
 
 def test_absent_or_broken_config_file_is_an_error(tmp_path):

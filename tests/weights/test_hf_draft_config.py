@@ -116,6 +116,34 @@ def test_draft_that_would_compute_something_else_is_refused(draft_of, key, value
         draft_of(content)
 
 
+ODD_VALUES = [-5, 4.0, "2", True, {}, [], [[]], [{}], [None], 10**400]
+
+
+@pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: str(value)[:8])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "architectures",
+        "model_type",
+        "layer_types",
+        "num_hidden_layers",
+        "speculators_model_type",
+        "projector_type",
+    ],
+)
+def test_a_draft_value_of_another_type_is_named(draft_of, key, value):
+    with pytest.raises(ConfigError, match=f"^{key}: expected .*, got "):
+        draft_of(draft_file() | {key: value})
+
+
+@pytest.mark.parametrize("value", [2.0, "2", True, 0, -1, 10**9, 10**400], ids=str)
+def test_a_layer_count_without_layer_types_is_checked(draft_of, value):
+    content = draft_file(num_hidden_layers=value)
+    del content["layer_types"]
+    with pytest.raises(ConfigError, match="^num_hidden_layers: expected an integer in "):
+        draft_of(content)
+
+
 def test_neutral_values_of_those_keys_are_accepted(draft_of):
     neutral = {
         "output_multiplier": 1.0,
