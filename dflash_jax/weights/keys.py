@@ -33,6 +33,15 @@ NEUTRAL = {
 }
 # More layers than any model has; a wrong count must not become a list of that length.
 MAX_LAYERS = 4096
+# What a rotation section may say without a `rope_type`. Everything else is, or may be, a scaling.
+_UNSCALED = {
+    "rope_theta",
+    "partial_rotary_factor",
+    "mrope_section",
+    "mrope_interleaved",
+    "rotary_dim",
+    "rope_dim",
+}
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,8 @@ def subsection(raw: Mapping, name: str) -> Mapping | None:
 def rope_sections(raw: Mapping) -> Keys:
     """The rotation keys: `rope_parameters` before `rope_scaling` before the flat keys.
 
-    Raises: ConfigError for any scaling that is not null or "default", by its name.
+    Raises: ConfigError for any scaling that is not null or "default", by its name, and for keys
+      beside the rotation's own where no type says that they scale nothing.
     """
     nested = []
     for name in ("rope_parameters", "rope_scaling"):
@@ -124,5 +134,10 @@ def rope_sections(raw: Mapping) -> Keys:
             if section.get(key) not in (None, "default"):
                 expected = 'null or "default" (RoPE scaling is not implemented)'
                 raise ConfigError(f"{name}.{key}: expected {expected}, got {section[key]!r}")
+        stated = {key for key, value in section.items() if value is not None}
+        if not stated & {"rope_type", "type"} and (unknown := sorted(stated - _UNSCALED)):
+            key = unknown[0]
+            expected = "none without a rope_type (RoPE scaling is not implemented)"
+            raise ConfigError(f"{name}.{key}: expected {expected}, got {section[key]!r}")
         nested.append(section)
     return Keys((*nested, raw))

@@ -157,6 +157,16 @@ def test_rope_scaling_is_refused_by_name(target_of, name):
         target_of(flat_target() | scaled)
 
 
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("key", ["factor", "original_max_position_embeddings", "short_factor"])
+def test_scaling_keys_without_a_rope_type_are_refused_by_name(target_of, name, key):
+    section = dict(flat_target()["rope_parameters"])
+    del section["rope_type"]
+    assert target_of(flat_target() | {name: section | {key: None}}).rope == tiny_target().rope
+    with pytest.raises(ConfigError, match=f"^{name}.{key}: expected none without a rope_type"):
+        target_of(flat_target() | {name: section | {key: 4.0}})
+
+
 def test_layer_types_may_be_given_by_interval(target_of, caplog):
     content = flat_target() | {"full_attention_interval": 4}
     del content["layer_types"]

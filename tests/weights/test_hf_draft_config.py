@@ -144,6 +144,13 @@ def test_a_layer_count_without_layer_types_is_checked(draft_of, value):
         draft_of(content)
 
 
+def test_scaling_keys_without_a_rope_type_are_refused_by_name(draft_of):
+    inherited = {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "rotary_dim": 8}
+    assert draft_of(draft_file(rope_parameters=inherited)).rope_theta == 1e4
+    with pytest.raises(ConfigError, match="^rope_parameters.factor: expected none without a rope_"):
+        draft_of(draft_file(rope_parameters=inherited | {"factor": 4.0}))
+
+
 def test_neutral_values_of_those_keys_are_accepted(draft_of):
     neutral = {
         "output_multiplier": 1.0,
