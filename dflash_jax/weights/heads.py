@@ -54,7 +54,7 @@ def plan_own_head(
     head = stored[OWN_HEAD]
     ids = _token_ids(files, stored, config, public_vocab, faults)
     if OWN_HEAD_FLAGS in stored and not faults:
-        faults += _flag_faults(files, stored[OWN_HEAD_FLAGS], ids)
+        faults += _flag_faults(files, stored[OWN_HEAD_FLAGS], ids, config.vocab_rows)
     order = head_order(ids, config.kind)
     rows = order.astype(np.int64)
     return OwnHead(beside, head, rows, ids[order].astype(np.int32)), faults
@@ -95,9 +95,11 @@ def _token_ids(
     return ids
 
 
-def _flag_faults(files: TensorFiles, name: str, ids: np.ndarray) -> list[str]:
-    if files.dtype(name) not in _FLAG_DTYPES:
-        return [f"{name}: expected dtype out of {_FLAG_DTYPES}, got {files.dtype(name)}"]
+def _flag_faults(files: TensorFiles, name: str, ids: np.ndarray, vocab_rows: int) -> list[str]:
+    shape, dtype = files.shape(name), files.dtype(name)
+    if shape != (vocab_rows,) or dtype not in _FLAG_DTYPES:
+        expected = f"{_FLAG_DTYPES} of shape ({vocab_rows},)"
+        return [f"{name}: expected {expected}, got {dtype} {shape}"]
     flagged = np.flatnonzero(files.read(name))
     if np.array_equal(flagged, np.sort(ids)):
         return []

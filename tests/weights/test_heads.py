@@ -73,6 +73,14 @@ def test_flags_must_agree_with_the_offsets(tmp_path):
         load(tmp_path / "b", mapped(matrix(9), t2d=flags(IDS[1:])))
 
 
+@pytest.mark.parametrize("shape", [(9,), (250,), (258,), (257, 1), (1, 257)])
+def test_flags_of_another_shape_than_the_vocabulary_are_refused(tmp_path, shape):
+    mask = np.zeros(np.prod(shape), bool)
+    mask[[i for i in IDS if i < mask.size]] = True
+    with pytest.raises(WeightsError, match=r"t2d: expected .* of shape \(257,\), got BOOL"):
+        load(tmp_path, mapped(matrix(9), t2d=mask.reshape(shape)))
+
+
 @pytest.mark.parametrize(
     ("extra", "fault"),
     [
