@@ -1,5 +1,8 @@
 """Params -> Hugging Face files: the exact inverse of the loader, by the same tables.
 
+One field has no place in these files, `TargetConfig.public_vocab`: a folder's tokenizer gives it,
+or the caller of `load_target`.
+
 Targets are written as text-only models (`Qwen3_5ForCausalLM`, prefix `model.`), drafts with the
 bare names of released files. Matrices keep their dtype; vectors and small kernels are written in
 float32, so a round trip loses nothing. Source: `checkpoints.md` 2-4.
@@ -21,7 +24,11 @@ from dflash_jax.weights.transforms import VIEWS, Sizes, split_rows
 
 
 def save_target(folder: str | Path, config: TargetConfig, params: Mapping) -> None:
-    """Writes FOLDER/config.json and FOLDER/model.safetensors of a target."""
+    """Writes FOLDER/config.json and FOLDER/model.safetensors of a target.
+
+    `config.public_vocab` is not stored. Loading takes it from a tokenizer.json put beside these
+    files, else from its `public_vocab` argument, else it is the vocabulary rows.
+    """
     leaves, sizes = names.target_plan(config)
     tensors = {
         name if name == "lm_head.weight" else f"model.{name}": tensor
@@ -72,7 +79,7 @@ def _tensors(
 
 
 def target_json(config: TargetConfig) -> dict:
-    """config.json of a text-only target."""
+    """config.json of a text-only target; `public_vocab` is not part of it."""
     family, model_type = "Qwen3_5", "qwen3_5_text"
     content = {
         "hidden_size": config.hidden,

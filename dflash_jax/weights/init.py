@@ -33,9 +33,7 @@ def random_target(config: TargetConfig, policy: DtypePolicy, *, seed: int) -> di
     exceptions = {"delta_net/norm": _around(1.0, 0.1)}
     if config.tie_embeddings:
         exceptions["embedding"] = _matrix(LOGIT_SPREAD)
-    return _fill(
-        leaves, policy, seed, depth, norm, exceptions={"delta_net/norm": _around(1.0, 0.1)}
-    )
+    return _fill(leaves, policy, seed, depth, norm, exceptions)
 
 
 def random_draft(config: DraftConfig, policy: DtypePolicy, *, seed: int) -> dict:

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from dflash_jax.config import ConvConfig, DraftKind, DtypePolicy, tiny_draft, tiny_target
 from dflash_jax.weights import indexed_head, load_draft, load_target
 from dflash_jax.weights.export import save_draft, save_target
-from dflash_jax.weights.init import random_draft, random_target
+from dflash_jax.weights.init import LOGIT_SPREAD, random_draft, random_target
 from scripts import make_tiny_weights
 from tests.weights.handmade import draft_tensors, target_tensors
 
@@ -103,6 +103,22 @@ def test_wrong_shape_of_a_parameter_is_an_error(tmp_path):
     wider = dataclasses.replace(config, hidden=128)
     with pytest.raises(ValueError, match=r"expected shape .*, got "):
         save_target(tmp_path, wider, params)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_random_logits_have_the_stated_spread_with_and_without_an_own_head(tied):
+    config = tiny_target(tie_embeddings=tied)
+    params = random_target(config, EXACT, seed=0)
+    normed = np.random.default_rng(1).standard_normal((50, config.hidden))
+    logits = normed @ np.asarray(params["embedding" if tied else "head"]).T
+    assert np.std(logits) == pytest.approx(LOGIT_SPREAD, rel=0.05)
+
+
+def test_public_vocab_is_not_stored_with_a_target(tmp_path):
+    config = tiny_target()
+    save_target(tmp_path, config, random_target(config, EXACT, seed=0))
+    loaded, _ = load_target(tmp_path, EXACT)
+    assert loaded == dataclasses.replace(config, public_vocab=config.vocab_rows)
 
 
 def test_random_draft_with_an_own_head_is_refused():
