@@ -4,9 +4,10 @@ Reads `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`, `generat
 `config.json`; nothing is downloaded and no code of the folder is run outside a sandbox.
 """
 
+import contextlib
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -14,7 +15,11 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 
+from dflash_jax.config.folder import read_json, read_text
+from dflash_jax.config.rules import MAX_INT, is_int
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class TextTokenizer:
@@ -25,9 +30,14 @@ class TextTokenizer:
       chat_template: Jinja source, or None.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, settings: dict, chat_template: str | None):
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        specials: Mapping[str, str],
+        chat_template: str | None,
+    ):
         self._tokenizer = tokenizer
-        self._settings = settings
+        self._specials = dict(specials)  # names out of `SPECIALS` that a template may read
         self.chat_template = chat_template
 
     @classmethod
@@ -35,23 +45,41 @@ class TextTokenizer:
         """Reads a folder.
 
         Raises:
-          ValueError: there is no `tokenizer.json`, or a file is not what it should be.
+          ValueError: there is no `tokenizer.json`, or a file is not what it should be; names the
+            file and the field.
         """
         folder = Path(folder)
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"tokenizer: expected {file}, got no such file")
-        tokenizer = tokenizers.Tokenizer.from_str(file.read_text("utf-8"))
-        settings = _read_json(folder / "tokenizer_config.json")
-        return cls(tokenizer, settings, _chat_template(folder, settings))
+        text = read_text(file)
+        with _failures_of("tokenizer.json: expected a tokenizer"):
+            tokenizer = tokenizers.Tokenizer.from_str(text)
+        settings = _optional_json(folder / "tokenizer_config.json")
+        specials = {
+            name: _token_text(name, settings[name])
+            for name in SPECIALS
+            if settings.get(name) is not None
+        }
+        return cls(tokenizer, specials, _chat_template(folder, settings))
 
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens written in the text are recognised."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text; special tokens written in the text are recognised.
+
+        Raises:
+          ValueError: the text holds half a surrogate pair, or the tokenizer has no id for it.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            got = f"{text[error.start]!a} at character {error.start}"
+            raise ValueError(f"prompt: expected text that UTF-8 can hold, got {got}") from error
+        with _failures_of("tokenizer.json: expected ids for every prompt"):
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
@@ -64,22 +92,14 @@ class TextTokenizer:
           messages: dicts with `role` and `content`.
           variables: further names the template reads, e.g. `enable_thinking=False`.
         Raises:
-          ValueError: no template, or the template refuses the messages.
+          ValueError: no template, or the template refuses the messages or fails on them.
         """
         if self.chat_template is None:
             raise ValueError("chat_template: expected one in the folder, got none")
-        specials = {
-            name: _token_text(self._settings[name])
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if self._settings.get(name) is not None
-        }
-        try:
-            template = _environment().from_string(self.chat_template)
-            text = template.render(
-                messages=list(messages), add_generation_prompt=True, **specials, **variables
-            )
-        except jinja2.TemplateError as error:
-            raise ValueError(f"chat_template: {error}") from error
+        names = {**self._specials, **variables, "messages": list(messages)}
+        names["add_generation_prompt"] = True
+        with _failures_of("chat_template: expected one that renders"):
+            text = _environment().from_string(self.chat_template).render(names)
         return self.encode(text, add_special_tokens=False)
 
 
@@ -117,43 +137,84 @@ class TextStream:
         return self._tokenizer.decode(self._ids[self._context :])[len(before) :]
 
 
-def eos_ids(folder) -> frozenset[int]:
+def eos_ids(folder, *, vocab_rows: int | None = None) -> frozenset[int]:
     """Ids that end a text: of `generation_config.json`, else of `config.json` or its text part.
 
-    Returns an empty set when no file names one.
+    Args:
+      folder: a Hugging Face model folder.
+      vocab_rows: V, to check that the ids are rows of the vocabulary.
+    Returns:
+      The ids; an empty set when no file names one.
+    Raises:
+      ValueError: a file is no JSON object, or names something else than ids; names file and field.
     """
     folder = Path(folder)
-    config = _read_json(folder / "config.json")
-    generation = _read_json(folder / "generation_config.json")
-    for source in (generation, config, config.get("text_config") or {}):
-        ids = source.get("eos_token_id")
-        if ids is not None:
-            return frozenset(ids if isinstance(ids, list) else [ids])
+    generation = _optional_json(folder / "generation_config.json")
+    config = _optional_json(folder / "config.json")
+    text = config.get("text_config")
+    if not isinstance(text, dict | None):
+        raise ValueError(f"config.json: text_config: expected an object, got {text!r}")
+    for place, section in (
+        ("generation_config.json: eos_token_id", generation),
+        ("config.json: eos_token_id", config),
+        ("config.json: text_config.eos_token_id", text or {}),
+    ):
+        stated = section.get("eos_token_id")
+        if stated is not None:
+            return _ids(place, stated, MAX_INT if vocab_rows is None else vocab_rows)
     return frozenset()
 
 
-def _read_json(file: Path) -> dict:
-    if not file.is_file():
-        return {}
+def _ids(place: str, stated: object, bound: int) -> frozenset[int]:
+    ids = stated if isinstance(stated, list) else [stated]
+    if not all(is_int(token) and 0 <= token < bound for token in ids):
+        raise ValueError(f"{place}: expected an id in [0, {bound}) or a list, got {stated!r}")
+    return frozenset(ids)
+
+
+@contextlib.contextmanager
+def _failures_of(expectation: str) -> Iterator[None]:
+    """Re-raises whatever a caller's file makes a library raise as a ValueError that says so.
+
+    A chat template is a program of the caller and may fail in any way; `tokenizers` raises plain
+    `Exception`. Wraps calls into those two alone.
+    """
     try:
-        return json.loads(file.read_text("utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file.name}: expected JSON, got {error}") from error
+        yield
+    except Exception as error:
+        raise ValueError(f"{expectation}, got {type(error).__name__}: {error}") from error
+
+
+def _optional_json(file: Path) -> dict:
+    return read_json(file) if file.is_file() else {}
 
 
 def _chat_template(folder: Path, settings: dict) -> str | None:
+    """Source of the template; of several by name, the one named "default"."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text("utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        by_name = {entry["name"]: entry["template"] for entry in template}
-        template = by_name.get("default")
-    return template
+        return read_text(file)
+    stated = settings.get("chat_template")
+    if isinstance(stated, str | None):
+        return stated
+    if not isinstance(stated, list) or not all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("name"), str)
+        and isinstance(entry.get("template"), str)
+        for entry in stated
+    ):
+        expected = "chat_template: expected a string or a list of objects with name and template"
+        raise ValueError(f"tokenizer_config.json: {expected}, got {stated!r}")
+    return {entry["name"]: entry["template"] for entry in stated}.get("default")
 
 
-def _token_text(token) -> str:
-    return token["content"] if isinstance(token, dict) else token
+def _token_text(name: str, token: object) -> str:
+    """A special token's text: a string, or an object that holds it as `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        expected = "a string or an object with content"
+        raise ValueError(f"tokenizer_config.json: {name}: expected {expected}, got {token!r}")
+    return text
 
 
 def _environment() -> jinja2.Environment:
