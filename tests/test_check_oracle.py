@@ -9,6 +9,7 @@ import json
 import numpy as np
 import pytest
 
+from scripts import check_oracle
 from scripts.oracle.compare import Exact, Floats, Input, compare
 from scripts.oracle.kit import Golden, KitError, golden_paths, read_golden
 from scripts.oracle.loaded import LoadedKit
@@ -125,6 +126,14 @@ def test_a_golden_without_its_models_fails_and_does_not_end_the_run(tmp_path):
 def test_a_kit_without_goldens_is_an_error(tmp_path):
     with pytest.raises(KitError, match="golden"):
         list(check_kit(tmp_path))
+
+
+def test_a_folder_that_is_no_kit_is_one_line_and_exit_status_two(tmp_path, capsys):
+    for folder in (tmp_path, tmp_path / "absent"):
+        assert check_oracle.main([str(folder)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        assert err.startswith("check_oracle.py: error: kit: expected files ")
 
 
 def test_goldens_are_chosen_by_their_models(kit_folder):
