@@ -31,7 +31,8 @@ from dflash_jax.steps.models import target_call
 from scripts.oracle.loaded import LoadedKit
 from tests.oracles import sampling as oracle
 from tests.oracles.uniform import top_bits
-from tests.sampling.goodness import assert_fits, chi_square
+from tests.sampling import planted
+from tests.sampling.goodness import LEVEL, assert_fits, chi_square
 
 DRAFTS = {"dflash": "tiny_dflash", "dflash2": "tiny_dflash2"}
 SETTINGS = {
@@ -171,6 +172,28 @@ def test_a_few_whole_rounds_have_the_exact_law(kit, golden):
     assert_fits(fits(text, golden, "penalty"), COMPARISONS)
     # The same text under another setting's law is caught: the sample is large enough to tell.
     assert min(fit.p_value for fit in fits(text, golden, "plain")) < 1e-9
+
+
+# Penalties without accepted history do not show here: two equal neighbours are too rare under every
+# setting of the kit. The table target shows them.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant, draft, capacity",
+    [
+        (planted.q_recomputed, "dflash2", 64),
+        (planted.correction_from_p, "dflash", 80),
+        (planted.residual_without_clamp, "dflash2", 96),
+        (planted.accept_key_reused, "dflash", 112),
+    ],
+)
+def test_planted_bug_is_caught_in_whole_rounds(kit, golden, monkeypatch, plant, draft, capacity):
+    # Nothing else has these capacities, and so nothing else uses what is traced here.
+    models, params = pair(kit, golden, draft, 3, 32, max_context=capacity)
+    plant(monkeypatch)
+    request = SamplingParams(**SETTINGS["plain"])
+    text = samples(models, params, golden["prompt"], request, TOKENS)
+    found = fits(text, golden, "plain")
+    assert min(fit.p_value for fit in found) < LEVEL / COMPARISONS / 1000
 
 
 REQUESTS = (
