@@ -7,14 +7,17 @@ error. A caller's fault is one line on standard error and exit status 2.
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_jax.config import DraftConfig, DtypePolicy, RunConfig, TargetConfig, describe
-from dflash_jax.engine.checks import check_prompts
+from dflash_jax.config.folder import read_text
+from dflash_jax.engine.checks import check_prompts, is_integer
 from dflash_jax.engine.generate import generate, run_draft_tokens
 from dflash_jax.engine.request import FinishReason, Output, total_statistics
 from dflash_jax.engine.text import TextStream, TextTokenizer, eos_ids
@@ -26,6 +29,7 @@ from dflash_jax.weights import load_draft, load_target, read_draft_config, read_
 PROGRAM = "dflash-jax"
 DTYPES = {"bfloat16": DtypePolicy(), "float32": DtypePolicy.exact()}
 DEFAULT_CONTEXT = 2048
+_NUMBER = re.compile("[0-9]{1,18}")
 SAMPLING_OPTIONS = {
     "temperature": float, "top_k": int, "top_p": float, "min_p": float,
     "presence_penalty": float, "frequency_penalty": float, "repetition_penalty": float,
@@ -125,12 +129,12 @@ def prepare(arguments: argparse.Namespace) -> Job:
         raise ValueError("--raw: expected only with --prompt")
     tokenizer, prompts = None, None
     if arguments.prompt is None:
-        prompts = parse_prompt_ids(arguments.prompt_ids.read_text("utf-8"))
+        prompts = parse_prompt_ids(read_text(arguments.prompt_ids))
     else:
         tokenizer = TextTokenizer.load(arguments.target)
         prompts = [_encode(tokenizer, arguments.prompt, arguments.raw)]
     sampling = _sampling(arguments)
-    _check(arguments, prompts)
+    stops = _check(arguments, prompts)
     with _decisions_shown(arguments.quiet):
         models, params = _load(arguments, len(prompts))
     return Job(
@@ -138,7 +142,7 @@ def prepare(arguments: argparse.Namespace) -> Job:
         params=params,
         prompts=prompts,
         max_new_tokens=arguments.max_new_tokens,
-        eos_ids=frozenset() if arguments.ignore_eos else eos_ids(arguments.target),
+        eos_ids=stops,
         sampling=sampling,
         tokenizer=tokenizer,
     )
@@ -153,17 +157,18 @@ def parse_prompt_ids(text: str) -> list[list[int]]:
     if text.lstrip().startswith("["):
         try:
             value = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"--prompt-ids: expected JSON, got {error}") from error
         rows = value if value and all(isinstance(row, list) for row in value) else [value]
     else:
-        rows = [text.replace(",", " ").split()]
+        words = text.replace(",", " ").split()
+        rows = [[int(word) if _NUMBER.fullmatch(word) else word for word in words]]
     if not all(rows):
         raise ValueError("--prompt-ids: expected token ids, got an empty list")
-    try:
-        return [[_token_id(token) for token in row] for row in rows]
-    except (TypeError, ValueError):
-        raise ValueError("--prompt-ids: expected integers or lists of integers") from None
+    for token in itertools.chain.from_iterable(rows):
+        if not is_integer(token):
+            raise ValueError(f"--prompt-ids: expected integers or lists of them, got {token!r:.40}")
+    return rows
 
 
 def report(outputs: Sequence[Output]) -> str:
@@ -221,12 +226,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{PROGRAM}: error: {message}\n")
 
 
-def _token_id(token) -> int:
-    if isinstance(token, bool | float):
-        raise TypeError(token)
-    return int(token)
-
-
 def _encode(tokenizer: TextTokenizer, prompt: str, raw: bool) -> list[int]:
     if raw:
         return tokenizer.encode(prompt)
@@ -262,14 +261,17 @@ def _causal(arguments: argparse.Namespace) -> bool | None:
     return None if arguments.causal is None else arguments.causal == "true"
 
 
-def _check(arguments: argparse.Namespace, prompts: list[list[int]]) -> None:
-    """Everything that the small files already tell, before gigabytes are read."""
+def _check(arguments: argparse.Namespace, prompts: list[list[int]]) -> frozenset[int]:
+    """Everything that the small files already tell, before gigabytes are read; the EOS ids."""
     target = read_target_config(arguments.target, public_vocab=arguments.public_vocab)
     draft = None
     if arguments.draft is not None:
         draft = read_draft_config(arguments.draft, target, causal=_causal(arguments))
     models = _models(arguments, target, draft, len(prompts))
     check_prompts(models, prompts, arguments.max_new_tokens)
+    if arguments.ignore_eos:
+        return frozenset()
+    return frozenset(eos_ids(arguments.target, vocab_rows=target.vocab_rows))
 
 
 def _load(arguments: argparse.Namespace, batch: int) -> tuple[Models, Params]:
