@@ -51,7 +51,8 @@ class Models:
     def extent(self, sequence: SequenceState) -> RoundExtent:
         """Extents of the next round from per-row numbers."""
         return round_extent(
-            sequence, draft_tokens=self.run.draft_tokens, whole_block=self.whole_block
+            sequence, draft_tokens=self.run.draft_tokens, whole_block=self.whole_block,
+            tree_nodes=self.run.tree_nodes,
         )
 
 
