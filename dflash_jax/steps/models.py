@@ -1,6 +1,6 @@
 """A model pair: the static half that a jit closes over, and the array half."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import struct
@@ -43,6 +43,15 @@ class Models:
     def whole_block(self) -> bool:
         """DFlash2 proposes all W columns even where fewer can be verified."""
         return self.draft is not None and self.draft.kind == DraftKind.DFLASH2
+
+    def with_tree(self, nodes: int) -> "Models":
+        """The same pair with rounds of that many columns, 0 for chains; a state serves them all.
+
+        Raises: ConfigError for a width that does not fit.
+        """
+        if nodes == self.run.tree_nodes:
+            return self
+        return replace(self, run=replace(self.run, tree_nodes=nodes))
 
     def zeros(self) -> DecodeState:
         """An empty state for this pair."""

@@ -6,11 +6,10 @@ from dflash_jax.config import DraftKind
 from dflash_jax.draft import DraftColumns
 from dflash_jax.ops.candidate_selector import conditional_walk
 from dflash_jax.sampling.params import SamplingArrays
-from dflash_jax.sampling.uniform import Purpose, uniform
 from dflash_jax.state.decode import DecodeState, Rows
 from dflash_jax.state.scratch import Proposal, RoundExtent
 from dflash_jax.steps.models import Models, Params, draft_call, target_call
-from dflash_jax.steps.tree import build_tree
+from dflash_jax.steps.tree import build_tree, walk_uniforms
 
 
 def propose(
@@ -52,10 +51,8 @@ def propose(
         return _chain(proposed, jnp.ones((*drafted.shape, 1), jnp.float32))
 
     candidates = draft_call(models, params, "topk", block.hidden, head, public)
-    steps = jnp.arange(models.run.draft_tokens, dtype=jnp.int32)
-    uniforms = uniform(
-        sequence.seed[:, None], sequence.frontier[:, None] + steps, Purpose.PROPOSAL, 0
-    )
+    takes_tree = extent.columns > extent.proposals + 1
+    uniforms = walk_uniforms(sequence, takes_tree, models.run.draft_tokens)
     if models.run.tree_nodes:
         edges = draft_call(models, params, "edges", block.hidden, candidates, sequence.anchor)
         walk = conditional_walk(edges, candidates.ids, sampling.temperature, uniforms)

@@ -7,7 +7,12 @@ its next child, without replacement, from the law of its candidates:
     priority(v)  = score(v) * expected law value of v's next child
 
 A priority never depends on the draw that it leads to: whether a column exists is decided before its
-token, so that acceptance by siblings is exact. Source: contracts 8.2 and 8.3.
+token, so that acceptance by siblings is exact. Source: contracts 8.2 and 8.3, but for the keys.
+
+A draw deep in the tree decides which columns exist beside it, and so where a path may end. Were
+its number used again by the next round, that round would see it under a condition. A chain may key
+its draws by position, because those it throws away decide nothing; a tree keys all of its draws,
+those of the main chain included, by the frontier of its round and the place in the tree.
 """
 
 import jax
@@ -20,7 +25,7 @@ from dflash_jax.sampling.uniform import Purpose, uniform
 from dflash_jax.state.scratch import Proposal
 from dflash_jax.state.sequence import SequenceState
 
-CHILD_BITS = 5  # a side child's key holds its parent's column above, its sibling index below
+CHILD_BITS = 5  # a child's key holds its parent's column, raised by 1, above its sibling index
 
 
 @struct.dataclass
@@ -69,19 +74,35 @@ class _Growth:
         )
 
 
+def walk_uniforms(sequence: SequenceState, takes_tree, positions: int):
+    """The draws [B, K] of the walk: by position on a chain, by round and column in a tree.
+
+    Args:
+      takes_tree: [B] bool; a row without a tree walks exactly as in a run without trees.
+      positions:  K. Static.
+    Source: contracts 5.10; the module docstring for trees.
+    """
+    step = jnp.arange(positions, dtype=jnp.int32)
+    takes_tree, frontier = takes_tree[:, None], sequence.frontier[:, None]
+    position = jnp.where(takes_tree, frontier, frontier + step)
+    sub = jnp.where(takes_tree, (step + 1) << CHILD_BITS, 0)
+    return uniform(sequence.seed[:, None], position, Purpose.PROPOSAL, sub)
+
+
 def build_tree(
     edges, candidates, walk: Walk, temperature, sequence: SequenceState, *, nodes: int, paths: int
 ) -> Proposal:
     """The tree of every row, greedy and sampled rows mixed; rows that keep a chain are cut by Q.
 
-    A sampled row's child is drawn by inverse CDF in rank order under the key (seed, F + depth(v),
-    Proposal, (v + 1) << 5 | j) of its parent v and its place j among siblings; a greedy row takes
-    the largest edge. Growth ends early when no column can have a child.
+    A sampled row's child is drawn by inverse CDF in rank order under the key (seed, F, Proposal,
+    (v + 1) << 5 | j) of its parent v and its place j among siblings; a greedy row takes the largest
+    edge. Growth ends early when no column can have a child.
 
     Args:                                                    (B rows, K positions, C candidates)
       edges:       [B, K, C, C] fp32, the lattice of `edge_scores`.
       candidates:  [B, K, C] int32.
-      walk:        `conditional_walk` of these edges: the main chain, kept bit for bit.
+      walk:        `conditional_walk` of these edges with `walk_uniforms`: the main chain, kept bit
+        for bit.
       temperature: [B] fp32; <= 0 is greedy.
       sequence:    the batch's rows: anchors, frontiers and seeds.
       nodes:       W_t, K + 2 or more. Static.
@@ -162,7 +183,7 @@ def _add_child(growth, column, parent, grows, edges, temperature, sequence) -> _
     above = growth.at(parent)
     children = jnp.sum(above.taken, axis=-1, dtype=jnp.int32)
     key = ((parent + 1) << CHILD_BITS) | children
-    u = uniform(sequence.seed, sequence.frontier + above.depth, Purpose.PROPOSAL, key)
+    u = uniform(sequence.seed, sequence.frontier, Purpose.PROPOSAL, key)
     drawn = _without_replacement(above.law, above.taken, u)
     rank = jnp.where(greedy, _largest_edge(above.edges, above.taken), drawn)
     taken = above.taken | jax.nn.one_hot(rank, num_candidates, dtype=bool)

@@ -1,5 +1,7 @@
 """Trees in float64, one row at a time, from contracts 8.2, 8.3 and 8.5.
 
+Draws are keyed by the round's frontier, as the docstring of `steps/tree.py` explains.
+
 `decisions` collects, for every choice made, how far it was from going the other way, relative to
 the numbers compared, so that a test can leave out rows that rounding may decide.
 """
@@ -24,7 +26,6 @@ class Node:
     edges: np.ndarray
     law: np.ndarray
     children: list[int] = dataclasses.field(default_factory=list)
-    key: tuple[int, int] | None = None  # (position, sub) of its draw
 
 
 def drawn(seed, position, purpose, sub):
@@ -37,27 +38,28 @@ def build(edges, temperature, seed, frontier, width, paths, decisions):
     greedy = temperature <= 0
     nodes = []
 
-    def add(parent, rank, key=None):
+    def add(parent, rank):
         above = nodes[parent] if parent is not None else None
         depth = above.depth + 1 if above else 0
         outgoing = edges[depth, rank] if depth < positions else np.zeros(0)
         law = selector.law(outgoing, 1.0 if greedy else temperature) if len(outgoing) else outgoing
         score = above.score * above.law[rank] if above else 1.0
-        nodes.append(Node(parent if above else 0, depth, rank, score, outgoing, law, key=key))
+        nodes.append(Node(parent if above else 0, depth, rank, score, outgoing, law))
         if above:
             above.children.append(len(nodes) - 1)
 
-    def next_rank(v, sub):
-        """Rank of v's next child, and the key it is drawn with."""
+    def next_rank(v):
+        """Rank of v's next child."""
         node = nodes[v]
+        sub = ((v + 1) << 5) | len(node.children)
         taken = [nodes[c].rank for c in node.children]
         left = [r for r in range(count) if r not in taken]
         if greedy:
             best = max(node.edges[r] for r in left)
             decisions.extend(best - node.edges[r] for r in left if node.edges[r] < best)
-            return next(r for r in left if node.edges[r] == best), None
+            return next(r for r in left if node.edges[r] == best)
         mass = sum(node.law[r] for r in left)
-        goal, total, last = drawn(seed, frontier + node.depth, PROPOSAL, sub) * mass, 0.0, None
+        goal, total, last = drawn(seed, frontier, PROPOSAL, sub) * mass, 0.0, None
         for r in left:
             total += node.law[r]
             if node.law[r] > 0:
@@ -65,7 +67,7 @@ def build(edges, temperature, seed, frontier, width, paths, decisions):
                 last = r
                 if goal < total:
                     break
-        return last, (frontier + node.depth, sub)
+        return last
 
     def priority(v):
         node = nodes[v]
@@ -82,7 +84,7 @@ def build(edges, temperature, seed, frontier, width, paths, decisions):
 
     add(None, 0)
     for v in range(positions):
-        add(v, *next_rank(v, 0))
+        add(v, next_rank(v))
     while len(nodes) < width:
         leaves = sum(not node.children for node in nodes)
         ranking = [(priority(v), v) for v in range(len(nodes)) if may_grow(v, leaves)]
@@ -92,8 +94,7 @@ def build(edges, temperature, seed, frontier, width, paths, decisions):
         best = max(value for value, _ in ranking)
         decisions.extend((best - value) / best for value, _ in ranking if 0 < value < best)
         chosen = next(v for value, v in ranking if value == best)
-        sub = ((chosen + 1) << 5) | len(nodes[chosen].children)
-        add(chosen, *next_rank(chosen, sub))
+        add(chosen, next_rank(chosen))
     return nodes
 
 

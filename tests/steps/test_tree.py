@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from dflash_jax.ops.candidate_selector import conditional_walk
-from dflash_jax.sampling.uniform import Purpose, seed_words, uniform
+from dflash_jax.sampling.uniform import seed_words
 from dflash_jax.state.sequence import SequenceState
-from dflash_jax.steps import build_tree, tree
+from dflash_jax.steps import build_tree
+from dflash_jax.steps.tree import walk_uniforms
 from tests.oracles import tree as oracle
 from tests.tolerances import as_float64, assert_same_bits
 
@@ -19,10 +20,8 @@ NEAR = 1e-5  # decisions closer than this may fall either way in fp32
 
 
 def run(edges, candidates, temperature, sequence, nodes, paths):
-    steps = jnp.arange(candidates.shape[1], dtype=jnp.int32)
-    uniforms = uniform(
-        sequence.seed[:, None], sequence.frontier[:, None] + steps, Purpose.PROPOSAL, 0
-    )
+    everyone = jnp.ones(temperature.shape, bool)
+    uniforms = walk_uniforms(sequence, everyone, candidates.shape[1])
     walk = conditional_walk(edges, candidates, temperature, uniforms)
     return walk, build_tree(
         edges, candidates, walk, temperature, sequence, nodes=nodes, paths=paths
@@ -132,20 +131,37 @@ def test_exact_ties_go_to_the_lowest_column_and_rank():
         assert live.min() < 12 and live.max() == 12
 
 
+def fixed(edges, temperature):
+    """The same lattice [K, C, C] in every row of a batch, with other draws."""
+    edges = np.broadcast_to(np.asarray(edges, np.float32), (BATCH, *np.shape(edges)))
+    return Scene(edges, np.full(BATCH, temperature), np.arange(BATCH), 5 + np.arange(BATCH))
+
+
 def test_one_hot_laws_leave_a_chain():
-    edges = np.full((2, 3, 4, 4), -np.inf)
+    edges = np.full((3, 8, 8), -np.inf)
     edges[..., 2] = 0.0
-    rows = Scene(edges, np.array([1.0, 0.5]), np.array([1, 2]), np.array([5, 6]))
-    _, found = agree(rows, 9, least=1.0)
-    assert found.parent.tolist() == [[0, 0, 1, 2, *range(4, 9)]] * 2
+    _, found = agree(fixed(edges, 0.5), 12, least=1.0)
+    assert found.parent.tolist() == [[0, 0, 1, 2, *range(4, 12)]] * BATCH
     assert found.depth[:, 4:].max() == 0
 
 
+def test_the_priority_of_a_column_without_mass_left_is_minus_infinity():
+    """A child drawn from nothing would be accepted with a wrong probability."""
+    edges = np.full((3, 8, 8), -np.inf)
+    edges[0, :, :2] = 0.0
+    edges[1:, :, 3] = 0.0
+    _, found = agree(fixed(edges, 1.0), 12, least=1.0)
+    assert found.parent.tolist() == [[0, 0, 1, 2, 0, 4, 5, *range(7, 12)]] * BATCH
+
+
 def test_a_greedy_row_takes_the_edges_in_order_until_paths_are_used_up():
-    edges = np.broadcast_to(np.array([1.0, 4.0, 4.0, 2.0]), (1, 1, 4, 4))
-    rows = Scene(edges, np.zeros(1), np.array([1]), np.array([5]))
-    assert rows.built(6)[1].tokens.tolist() == [[0, 2, 3, 4, 1, 0]]
-    assert rows.built(6, paths=2)[1].tokens.tolist() == [[0, 2, 3, 0, 0, 0]]
+    edges = np.broadcast_to(np.array([1.0, 4.0, 4.0, 2.0]), (1, 4, 4))
+    assert fixed(edges, 0.0).built(5, paths=2)[1].tokens.tolist() == [[0, 2, 3, 0, 0]] * BATCH
+    edges = np.full((3, 8, 8), -np.inf)
+    edges[0, :, :4] = 1.0, 4.0, 4.0, 2.0
+    edges[1:, :, 0] = 50.0
+    tokens = fixed(edges, 0.0).built(12)[1].tokens
+    assert tokens[0].tolist() == [0, 2, 101, 201, 3, 101, 201, 4, 101, 201, 1, 101]
 
 
 def test_every_tree_is_well_formed():
@@ -182,13 +198,3 @@ def test_rows_do_not_see_one_another():
         jax.tree.map(lambda a, b, r=row: assert_same_bits(a[r], b[r]), found, whole)
     assert (found.parent[0] <= np.arange(12)).all() and found.tokens.max() < 500
 
-
-def test_the_priority_of_a_column_without_mass_left_is_minus_infinity():
-    """A child drawn from nothing would be accepted with a wrong probability."""
-    edges = np.full((1, 2, 4, 4), -np.inf)
-    edges[:, 0, :, :2] = 0.0
-    edges[:, 1, :, 3] = 0.0
-    rows = Scene(edges, np.ones(1), np.array([7]), np.array([5]))
-    _, found = agree(rows, 8, least=1.0)
-    assert found.parent.tolist() == [[0, 0, 1, 0, 3, 5, 6, 7]]
-    assert tree.CHILD_BITS == 5
