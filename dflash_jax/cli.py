@@ -18,7 +18,7 @@ from pathlib import Path
 from dflash_jax.config import DraftConfig, DtypePolicy, RunConfig, TargetConfig, describe
 from dflash_jax.config.folder import read_text
 from dflash_jax.engine.checks import check_prompts, is_integer
-from dflash_jax.engine.generate import generate, run_draft_tokens
+from dflash_jax.engine.generate import check_widths, generate, run_draft_tokens
 from dflash_jax.engine.request import FinishReason, Output, total_statistics
 from dflash_jax.engine.text import TextStream, TextTokenizer, eos_ids
 from dflash_jax.sampling.params import SamplingParams
@@ -47,6 +47,7 @@ class Job:
     max_new_tokens: int
     eos_ids: frozenset[int]
     sampling: SamplingParams
+    tree_nodes: tuple[int, ...] | str | None
     tokenizer: TextTokenizer | None
 
 
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_new_tokens=job.max_new_tokens,
         eos_ids=job.eos_ids,
         sampling=job.sampling,
+        tree_nodes=job.tree_nodes,
         on_tokens=printer.show,
     )
     printer.finish()
@@ -98,6 +100,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--raw", action="store_true", help="continue --prompt itself, without a chat template")
     add("--draft-tokens", type=int, metavar="K", help="proposals a round; default block_size - 1")
+    add(
+        "--draft-tree-nodes", type=_tree_nodes, metavar="N[,N...]|auto",
+        help="columns of a tree round, K + 2..32, by number of live rows, 0 for a chain; or auto",
+    )
+    add("--draft-tree-paths", type=int, metavar="N", help="leaves of a tree, 2..8; default 8")
     add("--max-new-tokens", type=int, required=True, metavar="N", help="outputs a row, at most")
     positions = f"positions a row; default {DEFAULT_CONTEXT}, or fewer if the models have fewer"
     add("--max-context", type=int, metavar="N", help=positions)
@@ -122,7 +129,7 @@ def prepare(arguments: argparse.Namespace) -> Job:
     Raises:
       ValueError, OSError, NotImplementedError: a fault of the caller, or an unsupported model.
     """
-    for option in ("draft_tokens", "causal"):
+    for option in ("draft_tokens", "causal", "draft_tree_nodes", "draft_tree_paths"):
         if arguments.draft is None and getattr(arguments, option) is not None:
             raise ValueError(f"--{option.replace('_', '-')}: expected only with --draft")
     if arguments.raw and arguments.prompt is None:
@@ -144,6 +151,7 @@ def prepare(arguments: argparse.Namespace) -> Job:
         max_new_tokens=arguments.max_new_tokens,
         eos_ids=stops,
         sampling=sampling,
+        tree_nodes=arguments.draft_tree_nodes,
         tokenizer=tokenizer,
     )
 
@@ -181,6 +189,8 @@ def report(outputs: Sequence[Output]) -> str:
         f"{total.tokens_per_round:.3f} tokens a round",
         f"accepted: {total.accepted} of {total.drafted} proposals ({total.acceptance:.1%}); "
         f"by position {' '.join(map(str, total.accepted_by_position)) or '-'}",
+        "columns a round: "
+        + (" ".join(f"{width}x{n}" for width, n in sorted(total.widths.items())) or "-"),
         f"decode: {total.new_tokens - total.requests} tokens in {total.decode_seconds:.3f} s, "
         f"{total.tokens_per_second:.2f} tokens/s",
         f"finished: {' '.join(output.finish_reason for output in outputs)}",
@@ -226,6 +236,10 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{PROGRAM}: error: {message}\n")
 
 
+def _tree_nodes(text: str) -> tuple[int, ...] | str:
+    return text if text == "auto" else tuple(int(nodes) for nodes in text.split(","))
+
+
 def _encode(tokenizer: TextTokenizer, prompt: str, raw: bool) -> list[int]:
     if raw:
         return tokenizer.encode(prompt)
@@ -239,11 +253,13 @@ def _models(
 ) -> Models:
     limit = min(model.max_positions for model in (target, draft) if model is not None)
     context = arguments.max_context
+    paths = arguments.draft_tree_paths
     run = RunConfig(
         draft_tokens=run_draft_tokens(draft, arguments.draft_tokens),
         batch=batch,
         max_context=min(DEFAULT_CONTEXT, limit) if context is None else context,
         dtypes=DTYPES[arguments.dtype],
+        **({} if paths is None else {"tree_paths": paths}),
     )
     return Models(target=target, draft=draft, run=run)
 
@@ -269,6 +285,7 @@ def _check(arguments: argparse.Namespace, prompts: list[list[int]]) -> frozenset
         draft = read_draft_config(arguments.draft, target, causal=_causal(arguments))
     models = _models(arguments, target, draft, len(prompts))
     check_prompts(models, prompts, arguments.max_new_tokens)
+    check_widths(models, arguments.draft_tree_nodes)
     if arguments.ignore_eos:
         return frozenset()
     return frozenset(eos_ids(arguments.target, vocab_rows=target.vocab_rows))

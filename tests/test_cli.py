@@ -39,8 +39,11 @@ def calls(monkeypatch):
     def load_draft(folder, target, policy, *, causal):
         return read_draft_config(folder, target, causal=causal), {}
 
-    def generate(models, params, prompts, *, max_new_tokens, eos_ids, sampling, on_tokens):
+    def generate(
+        models, params, prompts, *, max_new_tokens, eos_ids, sampling, tree_nodes, on_tokens
+    ):
         seen["generate"] = (models, prompts, max_new_tokens, eos_ids)
+        seen["tree_nodes"] = tree_nodes
         seen["sampling"] = sampling
         outputs = []
         if seen.get("fault"):

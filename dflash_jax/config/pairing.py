@@ -5,7 +5,7 @@ Source: contracts 1.1 (rules 9-11), 11; `checkpoints.md` ("print the resolved ge
 
 from __future__ import annotations
 
-from dflash_jax.config.geometry import DraftConfig, LayerKind, TargetConfig
+from dflash_jax.config.geometry import DraftConfig, DraftKind, LayerKind, TargetConfig
 from dflash_jax.config.rules import require
 from dflash_jax.config.run import RunConfig
 
@@ -38,9 +38,13 @@ def check_run(target: TargetConfig, draft: DraftConfig | None, run: RunConfig) -
     """Raises ConfigError unless the run choices fit the models.
 
     K is 0 exactly without a draft (options of a backend need the backend) and below the capacity;
-    the capacity is within what both models state.
+    only DFlash2 has a lattice to make trees from; the capacity is within what both models state.
     """
     tokens = run.draft_tokens
+    kind = "no draft" if draft is None else draft.kind.value
+    legal = not run.tree_nodes or kind == DraftKind.DFLASH2.value
+    expected = f"0 with {kind} (trees need {DraftKind.DFLASH2.value})"
+    require(legal, "tree_nodes", expected, run.tree_nodes)
     if draft is None:
         require(tokens == 0, "draft_tokens", "0 without a draft", tokens)
     else:
@@ -118,9 +122,10 @@ def _draft_lines(draft: DraftConfig) -> list[str]:
 
 def _run_lines(run: RunConfig) -> list[str]:
     dtypes = run.dtypes
+    tree = f"tree {run.tree_nodes} columns, {run.tree_paths} paths" if run.tree_nodes else "chain"
     return [
         f"  K {run.draft_tokens}, W {run.block_width}, batch {run.batch}, lanes {run.lanes}, "
-        f"slots {run.slots}",
+        f"slots {run.slots}; {tree}",
         f"  context {run.max_context}, page {run.page_size} ({run.pages} pages), chunk {run.chunk}",
         f"  dtypes activation {dtypes.activation}, context value {dtypes.context_value}, "
         f"param {dtypes.param}, logits {dtypes.logits}; implementation {run.implementation}",

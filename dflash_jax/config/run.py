@@ -13,6 +13,8 @@ from dflash_jax.config.rules import MAX_INT, instance, is_int, positive_ints, re
 
 DTYPE_NAMES = ("bfloat16", "float16", "float32")
 IMPLEMENTATIONS = ("auto", "xla", "pallas", "interpret")
+MAX_TREE = 32  # columns of a tree
+MAX_PATHS = 8  # its leaves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ class RunConfig:
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
     implementation: str = "auto"
     max_candidates: int = 0  # cap on the target's sampling candidates; 0 none, 20 reference engine
+    tree_nodes: int = 0  # W_t, columns of a tree round, K + 2..32; 0 verifies the chain alone
+    tree_paths: int = 8  # leaves of a tree, 2..8; not read without a tree
 
     def __post_init__(self):
         legal = is_int(self.draft_tokens) and 0 <= self.draft_tokens < MAX_INT
@@ -80,6 +84,12 @@ class RunConfig:
         instance("dtypes", self.dtypes, DtypePolicy)
         legal = is_int(self.max_candidates) and self.max_candidates >= 0
         require(legal, "max_candidates", "a count >= 0", self.max_candidates)
+        least = self.draft_tokens + 2
+        legal = is_int(self.tree_nodes) and self.tree_nodes in (0, *range(least, MAX_TREE + 1))
+        expected = f"0 or K + 2 = {least}..{MAX_TREE}"
+        require(legal, "tree_nodes", expected, self.tree_nodes)
+        legal = is_int(self.tree_paths) and 2 <= self.tree_paths <= MAX_PATHS
+        require(legal, "tree_paths", f"2..{MAX_PATHS}", self.tree_paths)
         legal = self.implementation in IMPLEMENTATIONS
         require(legal, "implementation", f"one of {IMPLEMENTATIONS}", self.implementation)
 

@@ -39,12 +39,14 @@ class RoundResult:
       outputs: y_1..y_L, then zeros.
       licensed: L.
       proposals: P.
+      columns: target columns verified, Q or what a tree has of it.
       fault: the row has no finite candidate and must end without a commit.
     """
 
     outputs: list[list[int]]
     licensed: list[int]
     proposals: list[int]
+    columns: list[int]
     fault: list[bool]
 
 
@@ -68,6 +70,7 @@ class DeviceBatch:
         self._rows: Rows | None = None
         self._live: tuple[int, ...] | None = None
         self._scratch: RoundScratch | None = None
+        self._round = models  # those of the last round, which its commit belongs to
 
     def prefill(self, row: int, prompt: Sequence[int], max_new_tokens: int) -> int | None:
         """Runs a prompt in chunks and returns the first new token, None when none is finite.
@@ -88,21 +91,28 @@ class DeviceBatch:
         self._state, fault = first_token(models, self._params, state, rows, own)
         return None if fault[0] else int(self._state.sequence.anchor[row])
 
-    def warm_up(self) -> None:
-        """Compiles a round by running one without live rows, which changes nothing."""
-        self.speculate(())
-        self.commit({})
+    def warm_up(self, widths: Sequence[int]) -> None:
+        """Compiles rounds of these widths by running each without live rows: nothing changes."""
+        for nodes in widths:
+            self.speculate((), nodes)
+            self.commit({})
 
-    def speculate(self, live: Sequence[int]) -> RoundResult:
-        """Runs a round up to the host's decision, for the given rows."""
+    def speculate(self, live: Sequence[int], tree_nodes: int) -> RoundResult:
+        """Runs a round of that width, 0 for a chain, up to the host's decision, for the given rows.
+
+        Raises:
+          ConfigError: a width that does not fit the run.
+        """
+        self._round = self._models.with_tree(tree_nodes)
         self._state, self._scratch, summary = _speculate(
-            self._models, self._params, self._state, self._rows_of(live), self._sampling
+            self._round, self._params, self._state, self._rows_of(live), self._sampling
         )
         numbers = np.asarray(summary).tolist()
         return RoundResult(
-            outputs=[row[:-3] for row in numbers],
-            licensed=[row[-3] for row in numbers],
-            proposals=[row[-2] for row in numbers],
+            outputs=[row[:-4] for row in numbers],
+            licensed=[row[-4] for row in numbers],
+            proposals=[row[-3] for row in numbers],
+            columns=[row[-2] for row in numbers],
             fault=[bool(row[-1]) for row in numbers],
         )
 
@@ -111,7 +121,7 @@ class DeviceBatch:
         counts = np.zeros((self._models.run.batch,), np.int32)
         for row, count in committed.items():
             counts[row] = count
-        self._state = commit(self._models, self._state, self._rows, self._scratch, counts)
+        self._state = commit(self._round, self._state, self._rows, self._scratch, counts)
         self._scratch = None
 
     def _rows_of(self, live: Sequence[int]) -> Rows:
@@ -147,11 +157,14 @@ def _speculate(
     """``speculate`` with the extents the state implies, and what the host reads in one array.
 
     Returns:
-      state, scratch, and [B, W + 3] int32: outputs, then L, P and fault.
+      state, scratch, and [B, W + 4] int32: outputs, then L, P, columns verified and fault.
     """
     extent = models.extent(state.sequence.gather(rows.lane))
     state, scratch = speculate(models, params, state, rows, sampling, extent)
     acceptance = scratch.acceptance
-    numbers = (acceptance.licensed, extent.proposals, acceptance.fault.astype(jnp.int32))
+    columns = jnp.minimum(extent.columns, scratch.proposal.nodes)
+    numbers = (
+        acceptance.licensed, extent.proposals, columns, acceptance.fault.astype(jnp.int32)
+    )
     summary = jnp.concatenate([acceptance.outputs, jnp.stack(numbers, axis=1)], axis=1)
     return state, scratch, summary

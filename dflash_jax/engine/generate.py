@@ -14,10 +14,12 @@ from dflash_jax.engine.device import DeviceBatch
 from dflash_jax.engine.preview import preview
 from dflash_jax.engine.publish import publish
 from dflash_jax.engine.request import FinishReason, OnTokens, Output, Request
+from dflash_jax.engine.width import Widths, WidthTable, widths_of
 from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
 
 GREEDY = SamplingParams()
+CHAIN = WidthTable((0,))
 _log = logging.getLogger(__name__)
 
 
@@ -29,6 +31,7 @@ def generate(
     max_new_tokens: int,
     eos_ids: Collection[int] = (),
     sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
+    tree_nodes: Sequence[int] | str | None = None,
     on_tokens: OnTokens | None = None,
 ) -> list[Output]:
     """Continues every prompt; speculation does not change what is emitted.
@@ -44,6 +47,8 @@ def generate(
       max_new_tokens: outputs per prompt, at least 1.
       eos_ids: ids that end a row; the id is part of the output.
       sampling: controls of every row, or one entry a prompt.
+      tree_nodes: columns of a round by the number of live rows (entry i for i + 1, the last for
+        more; 0 for a chain), or "auto"; None for ``models.run.tree_nodes`` at all times.
       on_tokens: called with (row, new ids) as they are committed; an answer of False cancels
         that row.
     Returns:
@@ -54,6 +59,7 @@ def generate(
     check_prompts(models, prompts, max_new_tokens, eos_ids)
     check_params(models, params)
     check_device(models)
+    widths = check_widths(models, tree_nodes)
     controls = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
     if len(controls) != len(prompts):
         raise ValueError(f"sampling: expected {len(prompts)} entries, got {len(controls)}")
@@ -68,8 +74,19 @@ def generate(
         )
         for row, prompt in enumerate(prompts)
     ]
-    run_requests(DeviceBatch(models, params, controls), requests)
+    run_requests(DeviceBatch(models, params, controls), requests, widths)
     return [request.output() for request in requests]
+
+
+def check_widths(models: Models, tree_nodes: Sequence[int] | str | None) -> Widths:
+    """The widths of a run's rounds; raises ValueError unless all of them fit the run."""
+    run = models.run
+    widths = widths_of(run.draft_tokens, run.tree_nodes, tree_nodes)
+    if tree_nodes == "auto":
+        models.with_tree(run.draft_tokens + 2)  # says that a draft cannot have trees
+    for nodes in widths.choices:
+        models.with_tree(nodes)
+    return widths
 
 
 def run_draft_tokens(draft: DraftConfig | None, requested: int | None = None) -> int:
@@ -92,7 +109,7 @@ def run_draft_tokens(draft: DraftConfig | None, requested: int | None = None) ->
     return draft.block_size - 1
 
 
-def run_requests(device: DeviceBatch, requests: Sequence[Request]) -> None:
+def run_requests(device: DeviceBatch, requests: Sequence[Request], widths: Widths = CHAIN) -> None:
     """Runs requests to their end; ``request.row`` is the row of the batch it occupies."""
     start = time.perf_counter()
     for request in requests:
@@ -104,24 +121,30 @@ def run_requests(device: DeviceBatch, requests: Sequence[Request]) -> None:
         else:
             publish(request, [first])
     if any(request.finish_reason is None for request in requests):
-        device.warm_up()  # so that the rounds are timed without their compilation
+        device.warm_up(widths.choices)  # so that the rounds are timed without their compilation
     start = time.perf_counter()
     while live := [request for request in requests if request.finish_reason is None]:
-        _round(device, live)
+        _round(device, live, widths)
         for request in live:
             request.statistics.decode_seconds = time.perf_counter() - start
 
 
-def _round(device: DeviceBatch, live: Sequence[Request]) -> None:
-    result = device.speculate([request.row for request in live])
+def _round(device: DeviceBatch, live: Sequence[Request], widths: Widths) -> None:
+    start = time.perf_counter()
+    nodes = widths.choose(len(live))
+    result = device.speculate([request.row for request in live], nodes)
     committed = {}
     for request in live:
         row = request.row
         if result.fault[row]:
             request.end(FinishReason.FAULT)
         else:
-            request.statistics.count_round(result.proposals[row], result.licensed[row] - 1)
+            request.statistics.count_round(
+                result.proposals[row], result.licensed[row] - 1, result.columns[row]
+            )
         committed[row] = preview(request, result.outputs[row], result.licensed[row])
     device.commit(committed)
+    tokens = sum(result.licensed[request.row] for request in live)
+    widths.learn(len(live), nodes, tokens, time.perf_counter() - start)
     for request in live:
         publish(request, result.outputs[request.row][: committed[request.row]])

@@ -27,7 +27,8 @@ class Statistics:
       single_steps: rounds without one (P = 0): the last token of a budget, or no draft.
       drafted: proposals verified, the sum of P.
       accepted: proposals accepted, the sum of A.
-      accepted_by_position: entry i counts rounds whose proposal d_(i+1) was accepted.
+      accepted_by_position: entry i counts rounds whose proposal at depth i + 1 was accepted.
+      widths: rounds by the number of columns verified: P + 1 on a chain, up to W_t in a tree.
       requests: how many requests were added up.
       prompt_tokens, new_tokens: tokens read, tokens published.
       prefill_seconds: wall time from the start to the first token, compilation included.
@@ -39,14 +40,17 @@ class Statistics:
     drafted: int = 0
     accepted: int = 0
     accepted_by_position: list[int] = dataclasses.field(default_factory=list)
+    widths: dict[int, int] = dataclasses.field(default_factory=dict)
     requests: int = 1
     prompt_tokens: int = 0
     new_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
-    def count_round(self, proposals: int, accepted: int) -> None:
-        """Counts one round of P = ``proposals`` and A = ``accepted``."""
+    def count_round(self, proposals: int, accepted: int, columns: int | None = None) -> None:
+        """Counts a round of P = ``proposals`` and A = ``accepted``; a chain has P + 1 columns."""
+        columns = proposals + 1 if columns is None else columns
+        self.widths[columns] = self.widths.get(columns, 0) + 1
         if proposals == 0:
             self.single_steps += 1
             return
@@ -85,7 +89,12 @@ def total_statistics(statistics: Sequence[Statistics]) -> Statistics:
     for item in statistics:
         for position, count in enumerate(item.accepted_by_position):
             columns[position] += count
+    widths: dict[int, int] = {}
+    for item in statistics:
+        for width, count in item.widths.items():
+            widths[width] = widths.get(width, 0) + count
     return Statistics(
+        widths=widths,
         rounds=sum(item.rounds for item in statistics),
         single_steps=sum(item.single_steps for item in statistics),
         drafted=sum(item.drafted for item in statistics),

@@ -98,14 +98,26 @@ def conditional_walk(edges, candidates, temperature, uniforms):
     return Walk(ranks=ranks, tokens=tokens, q=jnp.moveaxis(q, 0, 1))
 
 
+def edge_law(scores, temperature):
+    """softmax(scores / T) over the last axis; T = 1 where temperature <= 0. The walk's arithmetic.
+
+    Args:
+      scores:      [..., C] fp32, edges of one predecessor each.
+      temperature: [...] fp32.
+    Returns:
+      [..., C] fp32.
+    """
+    divisor = jnp.where(temperature <= 0, 1.0, temperature)[..., None]
+    weights = jnp.exp((scores - jnp.max(scores, axis=-1, keepdims=True)) / divisor)
+    return weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
 def _choose(scores, temperature, draw):
     """Rank [B] and law [B, C] of one position from scores [B, C]."""
     num_candidates = scores.shape[-1]
     best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     greedy = temperature <= 0
-    divisor = jnp.where(greedy, 1.0, temperature)[:, None]
-    weights = jnp.exp((scores - jnp.max(scores, axis=-1, keepdims=True)) / divisor)
-    q = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    q = edge_law(scores, temperature)
     # q > 0 as well: a parallel running sum can rise by a last bit over a rank that holds nothing.
     positive = q > 0
     reached = (draw[:, None] < jnp.cumsum(q, axis=-1)) & positive

@@ -28,18 +28,21 @@ class Law:
         return jnp.take_along_axis(self.weights, ids[..., None], axis=-1)[..., 0] / self.total
 
 
-def adjusted_logits(logits, sampling: SamplingArrays, counts, prompt_seen, drafts, allowed=None):
+def adjusted_logits(
+    logits, sampling: SamplingArrays, counts, prompt_seen, drafts, allowed=None, ancestors=None
+):
     """Logits after bias, penalties and masks, column by column.
 
-    Column j counts the committed tokens and d_1..d_j, the proposals before it; never the anchor
-    again, which is counted already.
+    Column j counts the committed tokens, its own draft and those of its ancestors (on a chain
+    d_1..d_j); never the anchor again, which is counted already.
 
     Args:                                                                 (B rows, W columns)
       logits:      [B, W, V]; ids >= V_pub are cut.
       counts:      [B, V_pub] int32, published tokens.
       prompt_seen: [B, V_pub] bool.
-      drafts:      [B, W - 1] int32, d_1..d_(W-1).
+      drafts:      [B, W - 1] int32, the tokens of columns 1..W-1.
       allowed:     [B, W, V_pub] bool, a mask per column, or None.
+      ancestors:   [B, W, W] bool, each column's own bit and its ancestors'; None for a chain.
     Returns:
       [B, W, V_pub] fp32; forbidden ids are -inf.
     Source: contracts 7.1 (steps 1 and 2, bias and repetition before them) and 7.2.
@@ -50,7 +53,7 @@ def adjusted_logits(logits, sampling: SamplingArrays, counts, prompt_seen, draft
         raw = raw + sampling.bias[:, None]
     plain = _penalised(raw, counts[:, None], prompt_seen[:, None], _per_row(sampling))
     if drafts.shape[1]:
-        plain = _overlay(plain, raw, sampling, counts, prompt_seen, drafts)
+        plain = _overlay(plain, raw, sampling, counts, prompt_seen, drafts, ancestors)
     if sampling.allowed.shape[-1]:
         plain = jnp.where(sampling.allowed[:, None], plain, -jnp.inf)
     return plain if allowed is None else jnp.where(allowed, plain, -jnp.inf)
@@ -122,14 +125,17 @@ def _penalised(raw, counts, seen, column):
     return logit - column["frequency"] * counts.astype(jnp.float32)
 
 
-def _overlay(plain, raw, sampling, counts, prompt_seen, drafts):
-    """Recomputes, in column j, the entries of d_1..d_j with their counts raised."""
+def _overlay(plain, raw, sampling, counts, prompt_seen, drafts, ancestors):
+    """Recomputes, in every column, the entries of all drafts with the counts of its own path."""
     width, proposals = plain.shape[1], drafts.shape[1]
     # A draft that no row verifies may be any id of the vocabulary matrix.
     ids = jnp.minimum(drafts, plain.shape[-1] - 1)
-    before = jnp.arange(proposals)[None, :] < jnp.arange(width)[:, None]
     same = (ids[:, None, :] == ids[:, :, None]).astype(jnp.int32)
-    extra = jnp.einsum("wk,bkj->bwj", before.astype(jnp.int32), same)
+    if ancestors is None:
+        before = jnp.arange(proposals)[None, :] < jnp.arange(width)[:, None]
+        extra = jnp.einsum("wk,bkj->bwj", before.astype(jnp.int32), same)
+    else:
+        extra = jnp.einsum("bwk,bkj->bwj", ancestors[:, :, 1:].astype(jnp.int32), same)
     index = jnp.broadcast_to(ids[:, None, :], (len(ids), width, proposals))
     values = _penalised(
         jnp.take_along_axis(raw, index, axis=-1),

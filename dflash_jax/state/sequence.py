@@ -83,22 +83,29 @@ class SequenceState:
         return self.replace(prompt_seen=seen)
 
 
-def round_extent(sequence: SequenceState, *, draft_tokens: int, whole_block: bool) -> RoundExtent:
+def round_extent(
+    sequence: SequenceState, *, draft_tokens: int, whole_block: bool, tree_nodes: int = 0
+) -> RoundExtent:
     """Live extents of the next round, from per-row numbers (`SequenceState.gather`).
 
-    P = min(K, max(remaining - 1, 0), capacity - F - 1), Q = P + 1; an idle row has no columns.
+    P = min(K, max(remaining - 1, 0), capacity - F - 1), Q = P + 1; an idle row has no columns. A
+    row with P = K and F + W_t <= capacity takes a tree, Q = W_t; other rows keep their chain.
 
     Args:
       draft_tokens: K; 0 without a draft. Static.
       whole_block: DFlash2 proposes all W columns, DFlash only Q. Static.
-    Source: contracts 6.1.
+      tree_nodes: W_t; 0 without trees. Static.
+    Source: contracts 6.1 and 8.3.
     """
     live = sequence.capacity > sequence.frontier
     room = sequence.capacity - sequence.frontier - 1
     proposals = jnp.minimum(jnp.minimum(draft_tokens, jnp.maximum(sequence.remaining - 1, 0)), room)
     proposals = jnp.where(live, proposals, 0)
-    columns = jnp.where(live, proposals + 1, 0)
+    chain = columns = jnp.where(live, proposals + 1, 0)
+    if tree_nodes:
+        takes_tree = live & (proposals == draft_tokens) & (tree_nodes <= room + 1)
+        columns = jnp.where(takes_tree, tree_nodes, chain)
     whole = jnp.where(live, draft_tokens + 1, 0)
     return RoundExtent(
-        proposals=proposals, columns=columns, draft_columns=whole if whole_block else columns
+        proposals=proposals, columns=columns, draft_columns=whole if whole_block else chain
     )

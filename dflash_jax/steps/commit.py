@@ -19,7 +19,7 @@ def commit(
     scratch: RoundScratch,
     committed,
     *,
-    chain: bool = True,
+    chain: bool | None = None,
 ) -> DecodeState:
     """Moves the state by `committed` columns along the accepted path. ✎ Donates `state`.
 
@@ -29,11 +29,13 @@ def commit(
     Args:
       scratch: of the round just run on this state.
       committed: [B] int32, N in 0..L of each row; N < L only for a row that ends.
-      chain: what `verify` was told: the fold must take the same form. Static.
+      chain: what `verify` was told: the fold must take the same form. None: what `speculate` does
+        for these models. Static.
     Returns:
       state with F + N; rows with N = 0, and every other lane, are bit-identical.
     Source: contracts 9.2 and 9.3.
     """
+    chain = not models.run.tree_nodes if chain is None else chain
     verification, path = scratch.verification, scratch.acceptance.path
     path = jnp.minimum(path, verification.hidden.shape[1] - 1)
     before = state.sequence.gather(rows.lane)

@@ -1,6 +1,6 @@
 """A model pair: the static half that a jit closes over, and the array half."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import struct
@@ -57,6 +57,15 @@ class Models:
         """DFlash2 proposes all W columns even where fewer can be verified."""
         return self.draft is not None and self.draft.kind == DraftKind.DFLASH2
 
+    def with_tree(self, nodes: int) -> "Models":
+        """The same pair with rounds of that many columns, 0 for chains; a state serves them all.
+
+        Raises: ConfigError for a width that does not fit.
+        """
+        if nodes == self.run.tree_nodes:
+            return self
+        return replace(self, run=replace(self.run, tree_nodes=nodes))
+
     def zeros(self) -> DecodeState:
         """An empty state for this pair."""
         return DecodeState.zeros(self.target, self.draft, self.run)
@@ -64,7 +73,8 @@ class Models:
     def extent(self, sequence: SequenceState) -> RoundExtent:
         """Extents of the next round from per-row numbers."""
         return round_extent(
-            sequence, draft_tokens=self.run.draft_tokens, whole_block=self.whole_block
+            sequence, draft_tokens=self.run.draft_tokens, whole_block=self.whole_block,
+            tree_nodes=self.run.tree_nodes,
         )
 
 

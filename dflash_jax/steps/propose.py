@@ -1,14 +1,15 @@
-"""Proposes K tokens: one masked block through the draft, its head, and DFlash2's walk."""
+"""Proposes K tokens: one masked block through the draft, its head, and DFlash2's walk or tree."""
 
 import jax.numpy as jnp
 
 from dflash_jax.config import DraftKind
 from dflash_jax.draft import DraftColumns
+from dflash_jax.ops.candidate_selector import conditional_walk
 from dflash_jax.sampling.params import SamplingArrays
-from dflash_jax.sampling.uniform import Purpose, uniform
 from dflash_jax.state.decode import DecodeState, Rows
 from dflash_jax.state.scratch import Proposal, RoundExtent
 from dflash_jax.steps.models import Models, Params, draft_call, target_call
+from dflash_jax.steps.tree import build_tree, walk_uniforms
 
 
 def propose(
@@ -23,7 +24,8 @@ def propose(
 
     Mask i at position F + 1 + i predicts the token at that position, d_(i+1). DFlash takes the
     argmax of each column (a point mass at every temperature); DFlash2 walks its lattice from the
-    anchor. Without a draft the proposal is the anchor alone. State is read only.
+    anchor, and with `run.tree_nodes` grows a tree around the walk. Without a draft the proposal is
+    the anchor alone. State is read only.
 
     Source: the DFlash reference document; contracts 5.
     """
@@ -49,10 +51,15 @@ def propose(
         return _chain(proposed, jnp.ones((*drafted.shape, 1), jnp.float32))
 
     candidates = draft_call(models, params, "topk", block.hidden, head, public)
-    steps = jnp.arange(models.run.draft_tokens, dtype=jnp.int32)
-    uniforms = uniform(
-        sequence.seed[:, None], sequence.frontier[:, None] + steps, Purpose.PROPOSAL, 0
-    )
+    takes_tree = extent.columns > extent.proposals + 1
+    uniforms = walk_uniforms(sequence, takes_tree, models.run.draft_tokens)
+    if models.run.tree_nodes:
+        edges = draft_call(models, params, "edges", block.hidden, candidates, sequence.anchor)
+        walk = conditional_walk(edges, candidates.ids, sampling.temperature, uniforms)
+        return build_tree(
+            edges, candidates.ids, walk, sampling.temperature, sequence,
+            nodes=models.run.tree_nodes, paths=models.run.tree_paths,
+        )
     walk = draft_call(
         models, params, "select", block.hidden, candidates, sequence.anchor,
         sampling.temperature, uniforms,

@@ -8,6 +8,7 @@ from dflash_jax.sampling.params import SamplingArrays
 from dflash_jax.state.decode import DecodeState, Rows
 from dflash_jax.state.scratch import Proposal, RoundExtent, RoundScratch
 from dflash_jax.steps.accept import accept
+from dflash_jax.steps.accept_tree import accept_tree
 from dflash_jax.steps.materialize import absorb_pending
 from dflash_jax.steps.models import Models, Params
 from dflash_jax.steps.propose import propose
@@ -26,7 +27,8 @@ def speculate(
     """materialize -> propose -> verify -> accept. Donates `state`.
 
     Only the draft context moves in the state (F_ctx = F); everything else is scratch, so a round
-    that is dropped here leaves the target as it was. Without a draft this is one plain step.
+    that is dropped here leaves the target as it was. Without a draft this is one plain step; with
+    `run.tree_nodes` the columns are a tree.
 
     Args:
       rows: `Rows` [B]; idle rows have out-of-range lane and slots.
@@ -71,23 +73,26 @@ def judge(
     """verify -> accept under a mask per column: the second half after `draft_only`.
 
     Args:
-      allowed: [B, W, V_pub] bool; column j's row holds after d_1..d_j. A column without any allowed
-        id is a fault of its row.
+      allowed: [B, cols, V_pub] bool; column j's row holds after d_1..d_j (in a tree: after the
+        drafts of its path). A column without any allowed id is a fault of its row.
     """
     return _judged(models, params, state, rows, proposal, sampling, extent, allowed)
 
 
 def _judged(models, params, state, rows, proposal, sampling, extent, allowed) -> RoundScratch:
-    verification = verify(models, params, state, rows, proposal, extent)
-    acceptance = accept(
-        proposal,
-        verification,
-        state.sequence.gather(rows.lane),
-        sampling,
-        extent,
-        public_vocab=models.target.public_vocab,
-        drafted=models.draft is not None,
-        max_candidates=models.run.max_candidates,
-        allowed=allowed,
+    run = models.run
+    verification = verify(
+        models, params, state, rows, proposal, extent, chain=not run.tree_nodes
     )
+    choices = {
+        "public_vocab": models.target.public_vocab,
+        "max_candidates": run.max_candidates,
+        "allowed": allowed,
+    }
+    sequence = state.sequence.gather(rows.lane)
+    judged = (proposal, verification, sequence, sampling, extent)
+    if run.tree_nodes:
+        acceptance = accept_tree(*judged, paths=run.tree_paths, **choices)
+    else:
+        acceptance = accept(*judged, drafted=models.draft is not None, **choices)
     return RoundScratch(proposal=proposal, verification=verification, acceptance=acceptance)

@@ -28,15 +28,17 @@ def verify(
     """
     sequence = state.sequence.gather(rows.lane)
     width = proposal.tokens.shape[1]
-    live = jnp.arange(width)[None, :] < extent.columns[:, None]
+    # A lattice may hold fewer columns than a tree has room for.
+    count = extent.columns if chain else jnp.minimum(extent.columns, proposal.nodes)
+    live = jnp.arange(width)[None, :] < count[:, None]
     tokens = jnp.where(live, proposal.tokens, sequence.anchor[:, None])
-    deepest = jnp.maximum(extent.columns - 1, 0)[:, None]
+    deepest = jnp.maximum(count - 1, 0)[:, None]
     depth = jnp.where(live, proposal.depth, deepest)
     position = (sequence.frontier + sequence.rope_delta)[:, None] + depth
     place = {
         "positions": jnp.broadcast_to(position[:, :, None], (*position.shape, 3)),
         "frontier": sequence.frontier,
-        "live": extent.columns,
+        "live": count,
         "table": state.target_table.rows(rows.lane),
         "slot": rows.read_slot,
     }

@@ -32,12 +32,14 @@ class MockDevice:
         self.events.append(("prefill", row))
         return None if row in self.bad_prompts else self.anchor[row]
 
-    def warm_up(self):
-        assert self.speculate(()).licensed == [0] * self.rows
+    def warm_up(self, widths):
+        assert widths == (0,)
+        assert self.speculate((), 0).licensed == [0] * self.rows
         self.commit({})
         del self.events[-2:]
 
-    def speculate(self, live):
+    def speculate(self, live, tree_nodes):
+        assert tree_nodes == 0
         self.events.append(("speculate", tuple(live)))
         outputs = [[0] * (K + 1) for _ in range(self.rows)]
         proposals, licensed = [0] * self.rows, [0] * self.rows
@@ -47,7 +49,10 @@ class MockDevice:
             outputs[row] = [self.anchor[row] + 1 + i for i in range(K + 1)]
         self.licensed = dict(enumerate(licensed))
         fault = [row in self.faults for row in range(self.rows)]
-        return RoundResult(outputs=outputs, licensed=licensed, proposals=proposals, fault=fault)
+        return RoundResult(
+            outputs=outputs, licensed=licensed, proposals=proposals,
+            columns=[count + 1 for count in proposals], fault=fault,
+        )
 
     def commit(self, committed):
         self.events.append(("commit", tuple(sorted(committed.items()))))

@@ -1,8 +1,9 @@
 """A target that is a table, and drafts over it: whole rounds of thousands of rows in one call.
 
 The logits of the next token depend on the last two tokens. The proposal goes through the real
-`edge_scores` and `conditional_walk` (DFlash2) or is a fixed chain (DFlash), the decision through
-the real `accept`; the exact law of the first tokens comes from the float64 oracle.
+`edge_scores` and `conditional_walk` (DFlash2; for trees `build_tree` too) or is a fixed chain
+(DFlash), the decision through the real `accept` or `accept_tree`; the exact law of the first tokens
+comes from the float64 oracle.
 """
 
 import dataclasses
@@ -14,16 +15,17 @@ import numpy as np
 
 from dflash_jax.ops.candidate_selector import conditional_walk, edge_scores
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
-from dflash_jax.sampling.uniform import Purpose, uniform
 from dflash_jax.state.scratch import Proposal, Verification
 from dflash_jax.state.sequence import SequenceState, round_extent
-from dflash_jax.steps import accept
+from dflash_jax.steps import accept, accept_tree, build_tree
+from dflash_jax.steps.tree import walk_uniforms
 from tests.oracles import sampling as oracle
 from tests.steps.harness import chain_proposal
 
 V, V_PUB, CANDIDATES, RANK, LONGEST = 11, 8, 6, 4, 7
 PROMPT, ANCHOR, FRONTIER = (2, 5, 5), 3, 10
 LENGTH = 4  # tokens whose law is tested
+PATHS = 8
 ROWS = 8192  # of one call
 
 
@@ -73,8 +75,10 @@ def tables() -> Tables:
     )
 
 
-def play(draft: str, draft_tokens: int):
+def play(draft: str, draft_tokens: int, nodes: int = 0):
     """A jitted (sampling of one row, seeds [B, 2]) -> (tokens [B, LENGTH], rounds); never cached.
+
+    nodes: W_t of tree rounds, 0 for chains.
 
     Tracing happens here anew, so that a test may replace parts of the library before.
     """
@@ -88,7 +92,7 @@ def play(draft: str, draft_tokens: int):
         def step(carry, _):
             sequence, previous, text, length = carry
             sequence, previous, outputs, licensed = one_round(
-                draft, draft_tokens, sequence, previous, sampling
+                draft, draft_tokens, nodes, sequence, previous, sampling
             )
             index = jnp.arange(outputs.shape[1])[None, :]
             place = jnp.where(index < licensed[:, None], length[:, None] + index, LENGTH)
@@ -117,14 +121,18 @@ def start(seeds) -> SequenceState:
     )
 
 
-def one_round(draft: str, draft_tokens: int, sequence, previous, sampling):
+def one_round(draft: str, draft_tokens: int, nodes: int, sequence, previous, sampling):
     """(sequence, token before the anchor) after a round that publishes all it may, and its L."""
     rows = len(previous)
-    extent = round_extent(sequence, draft_tokens=draft_tokens, whole_block=draft == "dflash2")
-    proposal = propose(draft, draft_tokens, sequence, sampling)
-    acceptance = accept(
-        proposal, verified(proposal.tokens, previous), sequence, sampling, extent,
-        public_vocab=V_PUB,
+    extent = round_extent(
+        sequence, draft_tokens=draft_tokens, whole_block=draft == "dflash2", tree_nodes=nodes
+    )
+    takes_tree = extent.columns > extent.proposals + 1
+    proposal = propose(draft, draft_tokens, nodes, sequence, sampling, takes_tree)
+    rule, options = (accept_tree, {"paths": PATHS}) if nodes else (accept, {})
+    acceptance = rule(
+        proposal, verified(proposal, previous), sequence, sampling, extent, public_vocab=V_PUB,
+        **options,
     )
     outputs, licensed = acceptance.outputs, acceptance.licensed
     everyone = jnp.arange(rows, dtype=jnp.int32)
@@ -138,8 +146,8 @@ def one_round(draft: str, draft_tokens: int, sequence, previous, sampling):
     return sequence, last_two[:, 0], outputs, licensed
 
 
-def propose(draft: str, draft_tokens: int, sequence, sampling) -> Proposal:
-    """K proposals that depend on the anchor and, for DFlash2, on the request's draws."""
+def propose(draft: str, draft_tokens, nodes, sequence, sampling, takes_tree) -> Proposal:
+    """K proposals or a tree; they depend on the anchor and, for DFlash2, on the request's draws."""
     table, anchor = jax.tree.map(jnp.asarray, dataclasses.asdict(tables())), sequence.anchor
     if draft == "dflash":
         chain = table["chain"][anchor, :draft_tokens]
@@ -150,19 +158,21 @@ def propose(draft: str, draft_tokens: int, sequence, sampling) -> Proposal:
     edges = edge_scores(
         **by_anchor, anchor=anchor, predecessor=table["predecessor"], successor=table["successor"]
     )
-    steps = jnp.arange(draft_tokens, dtype=jnp.int32)
-    uniforms = uniform(
-        sequence.seed[:, None], sequence.frontier[:, None] + steps, Purpose.PROPOSAL, 0
-    )
+    uniforms = walk_uniforms(sequence, takes_tree, draft_tokens)
     candidates = by_anchor["candidates"]
     walk = conditional_walk(edges, candidates, sampling.temperature, uniforms)
+    if nodes:
+        return build_tree(
+            edges, candidates, walk, sampling.temperature, sequence, nodes=nodes, paths=PATHS
+        )
     tokens = jnp.concatenate([anchor[:, None], walk.tokens], axis=1)
     return chain_proposal(tokens).replace(candidates=candidates, q=walk.q)
 
 
-def verified(tokens, previous) -> Verification:
-    """The table's logits behind every column of tokens [B, W]."""
-    before = jnp.concatenate([previous[:, None], tokens[:, :-1]], axis=1)
+def verified(proposal: Proposal, previous) -> Verification:
+    """The table's logits behind every column."""
+    tokens = proposal.tokens
+    before = jnp.take_along_axis(tokens, proposal.parent, axis=1).at[:, 0].set(previous)
     logits = jnp.asarray(tables().after)[tokens] + jnp.asarray(tables().before)[before]
     empty = jnp.zeros((*tokens.shape, 0), jnp.float32)
     return Verification(logits=logits, hidden=empty, features=empty, kv_rows=(), gdn_records=())

@@ -42,9 +42,9 @@ def prefilled(target: str, draft: str, poisoned: bool):
     return cases.host(session.state), session.lanes
 
 
-def resumed(target, draft, draft_tokens, batch, before=None) -> Session:
+def resumed(target, draft, draft_tokens, batch, before=None, **run) -> Session:
     """A session that continues `prefilled` with its own K and B: only the pending width differs."""
-    models = cases.tiny_models(target, draft, draft_tokens, batch)
+    models = cases.tiny_models(target, draft, draft_tokens, batch, **run)
     session = Session(models, cases.leaning_params(models), before)
     state, lanes = prefilled(target, draft, before is not None)
     pending = state.pending.replace(features=state.pending.features[:, : draft_tokens + 1])
