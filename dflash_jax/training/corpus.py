@@ -15,10 +15,9 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
-# Not on every machine, not written by hand, or not text.
+# Not the library's, or tables that no one wrote.
 SKIPPED_FOLDERS = frozenset(
-    {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings",
-     "config", "lib-dynload"}
+    {"site-packages", "dist-packages", "__pycache__", "lib-dynload", "encodings"}
 )
 HELD_OUT_SHARE = 0.05
 LARGEST_FILE = 400_000

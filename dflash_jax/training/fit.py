@@ -111,10 +111,14 @@ def fit(
     state, total = keeper.resume(state), config.steps
     history, clock, first = [], _Clock(config), True
     done = int(state.step)
+    # Queued executions can deadlock in the thread pool of XLA's CPU client (seen with jax 0.10.2).
+    one_at_a_time = jax.default_backend() == "cpu"
     while done < total:
         count = min(config.log_every, total - done) if not first else 1
         for _ in range(count):
             state, metrics = train_step(loss, config, state, data, np.int32(total))
+            if one_at_a_time:
+                jax.block_until_ready(metrics)
         done, first = done + count, False
         metrics = {key: np.asarray(value) for key, value in metrics.items()}
         total = clock.planned_steps(done, total)

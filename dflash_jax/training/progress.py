@@ -1,11 +1,17 @@
-"""A progress line on standard error: redrawn on a terminal, one line now and then in a log."""
+"""A progress line on standard error, redrawn on a terminal, and a report that keeps times."""
 
+import json
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
+
+from dflash_jax.training.results import write_text
 
 WIDTH = 24
 LOG_SECONDS = 10.0
+REPORT = "report.json"
 
 
 class Progress:
@@ -37,3 +43,29 @@ class Progress:
         """One line of its own."""
         self._stream.write(f"{self._name}: {message}\n")
         self._stream.flush()
+
+
+class Stopwatch:
+    """Times named blocks and keeps report.json up to date, so that a stopped run leaves figures."""
+
+    def __init__(self, seconds: dict, out: Path, report: dict, say: Callable[[str], None]):
+        self._seconds, self._out, self._report, self._say = seconds, out, report, say
+        self._start = time.monotonic()
+        self._name = ""
+        self._began = self._start
+
+    def __call__(self, name: str) -> "Stopwatch":
+        self._name = name
+        return self
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *error) -> None:
+        now = time.monotonic()
+        self._seconds[self._name] = round(now - self._began, 1)
+        self._say(f"{self._name}: {now - self._began:.1f}s, {now - self._start:.1f}s in all")
+        self.write()
+
+    def write(self) -> None:
+        write_text(self._out / REPORT, json.dumps(self._report, indent=1) + "\n")

@@ -39,6 +39,14 @@ def replacing(folder: str | Path, *, need_bytes: int = 0) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def write_text(file: Path, text: str) -> None:
+    """A file that is either whole or as it was."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
 def seal(folder: Path, facts: dict) -> None:
     """Writes `manifest.json`: the facts, and size and SHA-256 of every file of the folder."""
     files = {str(file.relative_to(folder)): _fingerprint(file) for file in _files(folder)}

@@ -24,6 +24,7 @@ from dflash_jax.training.loss import public_scores
 
 RESAMPLES = 2000
 RECALL_DEPTH = 16
+ANCHOR_STRIDE = 8  # positions between the anchors that recall looks at
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,16 +102,16 @@ def summarize(outputs: Sequence[Output], draft_tokens: int, *, seed: int = 0) ->
 
 def measure_recall(
     target: TargetConfig, draft: DraftConfig, dtypes: DtypePolicy, params: Params, tokens, *,
-    draft_tokens: int, first: int, stride: int = 8,
+    draft_tokens: int, first: int,
 ) -> Recall:
-    """Recall over anchors first, first + stride, ... of sequences of the target's own text.
+    """Recall over anchors first, first + ANCHOR_STRIDE, ... of sequences of the target's own text.
 
     Args:
       params: of the modules, in the policy's dtypes.
       tokens: [N, T] int32; positions up to `first` are the prompt.
     """
     length = np.asarray(tokens).shape[1]
-    anchors = np.arange(first, length - draft_tokens, stride, dtype=np.int32)
+    anchors = np.arange(first, length - draft_tokens, ANCHOR_STRIDE, dtype=np.int32)
     if not len(anchors):
         raise ValueError(f"first: expected an anchor before {length - draft_tokens}, got {first}")
     found = recall_counts(
