@@ -22,7 +22,7 @@ import jax
 from dflash_jax.training.corpus import read_documents, standard_library
 from dflash_jax.training.fit import FitConfig
 from dflash_jax.training.prepared import Prepared, load_prepared, prepare, save_prepared
-from dflash_jax.training.recipe import Recipe
+from dflash_jax.training.recipe import Recipe, pair_target, smoke_target
 from dflash_jax.training.tiny_pair import make_pair
 
 IDS = 1016
@@ -72,7 +72,7 @@ def main() -> int:
     add("--draft-seconds", type=float, metavar="S", help="the same for each draft")
     add("--save-every", type=int, default=0, metavar="N", help="steps between resume points")
     add("--compile-cache", type=Path, metavar="DIR", help="compile ahead, into this folder")
-    add("--smoke", action="store_true", help="a minute on a CPU: tiny batches, nothing learned")
+    add("--smoke", action="store_true", help="a minute on a CPU: tiny models and batches")
     arguments = parser.parse_args()
     try:
         prepared = corpus_of(arguments)
@@ -85,7 +85,9 @@ def main() -> int:
             jax.config.update("jax_compilation_cache_dir", str(arguments.compile_cache))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         command = f"python {shlex.join(sys.argv)}"
-        outcomes = make_pair(recipe_of(arguments), prepared, arguments.out, command=command)
+        target = (smoke_target if arguments.smoke else pair_target)(prepared.facts["ids"])
+        recipe = recipe_of(arguments)
+        outcomes = make_pair(recipe, target, prepared, arguments.out, command=command)
     except (ValueError, OSError) as error:
         print(f"make_tiny_pair: error: {error}", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.steps import Params
 from dflash_jax.training.capture import capture_batch
 from dflash_jax.training.continuations import continue_batch
-from dflash_jax.training.fit import abstract_state, train_step
+from dflash_jax.training.fit import abstract_state, train_steps
 from dflash_jax.training.parameters import draft_params, start_draft, start_target, target_params
 from dflash_jax.training.recipe import DRAFT_TOKENS, SERVING, Recipe
 from dflash_jax.training.validate import ANCHOR_STRIDE, measure_acceptance, recall_counts
@@ -49,10 +49,10 @@ class CompileAhead:
             "features": shape((total, length, some.feature_width), recipe.dtypes.activation_dtype),
         }
         for name, config in drafts.items():
-            self._add(name, lambda config=config: train_step.lower(
+            self._add(name, lambda config=config: train_steps.lower(
                 recipe.draft_objective(target, config), recipe.draft,
                 abstract_state(jax.eval_shape(lambda: start_draft(config, 0)), recipe.draft),
-                data, np.int32(1),
+                data, np.int32(1), np.int32(1),
             ).compile())
             self._add(f"validate {name}", lambda config=config: self._rounds(
                 recipe, target, config

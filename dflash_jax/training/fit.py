@@ -20,6 +20,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import struct
+from jax import lax
 
 from dflash_jax.training.parameters import decayed
 from dflash_jax.training.progress import Progress
@@ -111,14 +112,11 @@ def fit(
     state, total = keeper.resume(state), config.steps
     history, clock, first = [], _Clock(config), True
     done = int(state.step)
-    # Queued executions can deadlock in the thread pool of XLA's CPU client (seen with jax 0.10.2).
-    one_at_a_time = jax.default_backend() == "cpu"
     while done < total:
-        count = min(config.log_every, total - done) if not first else 1
-        for _ in range(count):
-            state, metrics = train_step(loss, config, state, data, np.int32(total))
-            if one_at_a_time:
-                jax.block_until_ready(metrics)
+        count = 1 if first else min(config.log_every, total - done)
+        state, metrics = train_steps(
+            loss, config, state, data, np.int32(total), np.int32(count)
+        )
         done, first = done + count, False
         metrics = {key: np.asarray(value) for key, value in metrics.items()}
         total = clock.planned_steps(done, total)
@@ -132,16 +130,30 @@ def fit(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def train_step(loss: LossFunction, config: FitConfig, state: FitState, data, total):
-    """One optimiser step. total: scalar int32, the step at which the cosine ends."""
+def train_steps(loss: LossFunction, config: FitConfig, state: FitState, data, total, count):
+    """`count` optimiser steps in one execution, and the metrics of the last.
+
+    Args:
+      total: scalar int32, the step at which the cosine ends.
+      count: scalar int32, at least 1; an array, so that every count is one program.
+    """
+    step = jax.jit(functools.partial(_train_step, loss, config))
+    empty = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(step, state, data, total)[1]
+    )
+    return lax.fori_loop(
+        0, count, lambda _, carry: step(carry[0], data, total), (state, empty)
+    )
+
+
+def _train_step(loss: LossFunction, config: FitConfig, state: FitState, data, total):
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
     grads, metrics = jax.grad(_named(loss), has_aux=True)(state.params, data, key)
-    metrics["gradient"] = optax.tree.norm(grads)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts with floats
         updates, optimizer = _optimizer(config).update(grads, state.optimizer, state.params)
     rate = learning_rate(config, state.step, total)
     params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-    metrics["rate"] = rate
+    metrics |= {"gradient": optax.tree.norm(grads), "rate": rate}
     return FitState(params=params, optimizer=optimizer, step=state.step + 1), metrics
 
 

@@ -46,6 +46,16 @@ def pair_target(public_vocab: int) -> TargetConfig:
     )
 
 
+def smoke_target(public_vocab: int) -> TargetConfig:
+    """A quarter of it in every direction, to run the recipe on a CPU."""
+    return dataclasses.replace(
+        pair_target(public_vocab), hidden=64, head_dim=32, intermediate=96,
+        layer_types=(LayerKind.LINEAR,) * 3 + (LayerKind.FULL,),
+        rope=RopeConfig(theta=1e4, partial_factor=0.25, mrope_section=(2, 1, 1)),
+        gdn=GdnConfig(key_heads=2, value_heads=4, key_dim=16, value_dim=16, conv_kernel=4),
+    )
+
+
 def pair_draft(target: TargetConfig, kind: DraftKind) -> DraftConfig:
     """Three layers: DFlash two local and one full, DFlash2 all local."""
     second = kind is DraftKind.DFLASH2

@@ -28,7 +28,6 @@ from dflash_jax.training.recipe import (
     SERVING,
     Recipe,
     pair_draft,
-    pair_target,
 )
 from dflash_jax.training.results import replacing, write_text
 from dflash_jax.training.stages import draft_data, fit_draft, fit_target
@@ -48,14 +47,14 @@ class DraftOutcome:
 
 
 def make_pair(
-    recipe: Recipe, prepared: Prepared, out: Path, *, command: str
+    recipe: Recipe, target: TargetConfig, prepared: Prepared, out: Path, *, command: str
 ) -> dict[str, DraftOutcome]:
     """Runs the recipe; writes OUT/target, OUT/dflash, OUT/dflash2, report.json, MODEL_CARD.md.
 
     OUT/held_out_prompts.json holds the ids of the validation's prompts, so that the figures can be
     repeated where Python carries other files.
     """
-    target, say = pair_target(prepared.facts["ids"]), Progress("pair").say
+    say = Progress("pair").say
     drafts = {name: pair_draft(target, kind) for name, kind in DRAFTS.items()}
     report: dict = {"corpus": prepared.facts, "recipe": _plain(recipe), "seconds": {}}
     ahead = CompileAhead(recipe, target, drafts)
