@@ -50,7 +50,7 @@ class CompileAhead:
         }
         for name, config in drafts.items():
             self._add(name, lambda config=config: train_steps.lower(
-                recipe.draft_objective(target, config), recipe.draft,
+                recipe.draft_objective(target, config), recipe.draft.of_a_step(),
                 abstract_state(jax.eval_shape(lambda: start_draft(config, 0)), recipe.draft),
                 data, np.int32(1), np.int32(1),
             ).compile())

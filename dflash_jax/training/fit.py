@@ -52,6 +52,10 @@ class FitConfig:
     log_every: int = 50
     save_every: int = 0  # steps between checkpoints; 0 writes none
 
+    def of_a_step(self) -> "FitConfig":
+        """The same with neutral budgets: what one step depends on, and its program with it."""
+        return dataclasses.replace(self, steps=1, seconds=None, log_every=1, save_every=0)
+
     def __post_init__(self):
         for name in ("steps", "log_every"):
             if getattr(self, name) < 1:
@@ -115,7 +119,7 @@ def fit(
     while done < total:
         count = 1 if first else min(config.log_every, total - done)
         state, metrics = train_steps(
-            loss, config, state, data, np.int32(total), np.int32(count)
+            loss, config.of_a_step(), state, data, np.int32(total), np.int32(count)
         )
         done, first = done + count, False
         metrics = {key: np.asarray(value) for key, value in metrics.items()}
@@ -224,9 +228,7 @@ class _Keeper:
         self._folder = None if folder is None else Path(folder).absolute() / CHECKPOINT
         self._every = config.save_every
         # A budget may be extended; everything else decides what a step does.
-        settings = dataclasses.asdict(config)
-        for budget in ("steps", "seconds", "log_every", "save_every"):
-            del settings[budget]
+        settings = dataclasses.asdict(config.of_a_step())
         settings["betas"] = list(settings["betas"])
         self._identity = {**settings, **identity}
         self._saved = 0

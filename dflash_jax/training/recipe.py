@@ -1,6 +1,7 @@
 """The shipped pair's geometry and the sizes and budgets of its recipe."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from dflash_jax.config import (
     ConvConfig,
@@ -56,11 +57,20 @@ def smoke_target(public_vocab: int) -> TargetConfig:
     )
 
 
-def pair_draft(target: TargetConfig, kind: DraftKind) -> DraftConfig:
-    """Three layers: DFlash two local and one full, DFlash2 all local."""
+def pair_draft(
+    target: TargetConfig, kind: DraftKind, *,
+    layer_ids: Sequence[int] | None = None, mask_token_id: int | None = None,
+) -> DraftConfig:
+    """Three layers: DFlash two local and one full, DFlash2 all local.
+
+    Args:
+      layer_ids: captured blocks; by default the ends of the four quarters of the target.
+      mask_token_id: by default the last row of the vocabulary.
+    """
     second = kind is DraftKind.DFLASH2
     local = LayerKind.SLIDING
     depth = target.num_layers
+    quarters = {depth // 4 - 1, depth // 2 - 1, 3 * depth // 4 - 1, depth - 1} - {-1}
     return DraftConfig(
         kind=kind,
         hidden=target.hidden,
@@ -70,9 +80,8 @@ def pair_draft(target: TargetConfig, kind: DraftKind) -> DraftConfig:
         head_dim=64 if target.hidden > 128 else 32,
         layer_types=(local, local, local if second else LayerKind.FULL),
         window=64,
-        target_layer_ids=tuple(sorted({depth // 4 - 1, depth // 2 - 1, 3 * depth // 4 - 1,
-                                       depth - 1})),
-        mask_token_id=target.vocab_rows - 1,
+        target_layer_ids=tuple(sorted(quarters) if layer_ids is None else layer_ids),
+        mask_token_id=target.vocab_rows - 1 if mask_token_id is None else mask_token_id,
         vocab_rows=target.vocab_rows,
         norm_eps=1e-6,
         rope_theta=1e4,
