@@ -19,7 +19,8 @@ LEVELS = (
     ("layers", "state"),
     ("target", "draft"),
     ("steps", "diagnostics", "weights"),
-    ("engine", "training"),
+    ("engine",),
+    ("training",),
     ("__init__",),
     ("cli", "scripts"),
 )

@@ -7,10 +7,12 @@ from flax import struct
 
 from dflash_jax.config import DraftConfig, DraftKind, DtypePolicy, LayerKind
 from dflash_jax.layers import FusedLinear, Linear, RMSNorm
+from dflash_jax.ops.anchored_attention import anchored_attention
 from dflash_jax.ops.rope import rope_1d
 from dflash_jax.ops.rounding import round_to
 from dflash_jax.ops.sliding_window_attention import sliding_window_attention
 from dflash_jax.ops.softmax_attention import softmax_attention
+from dflash_jax.state.sequence_context import KVSequence
 
 
 @struct.dataclass
@@ -54,7 +56,10 @@ class DraftAttention(nn.Module):
         self.output = Linear(config.hidden, query, param)
 
     def __call__(self, x, columns: DraftColumns, store, out_dtype):
-        """x [B, W, H], and this layer's `KVRing` or `KVPages` -> [B, W, H] out_dtype."""
+        """x [B, W, H], and this layer's `KVRing` or `KVPages` -> [B, W, H] out_dtype.
+
+        In training the store is a `KVSequence` of fewer sequences than blocks.
+        """
         config, dtype = self.config, self.dtypes.activation_dtype
         parts = self.qkv(x, jnp.float32)
         query, key, value = (
@@ -64,7 +69,13 @@ class DraftAttention(nn.Module):
         query = self._head_norm_rope(query, self.query_norm, columns.positions)
         key = self._head_norm_rope(key, self.key_norm, columns.positions)
         causal, scale = config.causal[self.layer], config.head_dim**-0.5
-        if config.layer_types[self.layer] == LayerKind.SLIDING:
+        sliding = config.layer_types[self.layer] == LayerKind.SLIDING
+        if isinstance(store, KVSequence):
+            mixed = anchored_attention(
+                query, key, value, store.key, store.value, columns.frontier, columns.live,
+                window=config.window if sliding else None, causal=causal, scale=scale,
+            )
+        elif sliding:
             mixed = sliding_window_attention(
                 query, key, value, store.key, store.value, columns.slot, columns.frontier,
                 columns.live, window=config.window, causal=causal, scale=scale,

@@ -54,7 +54,8 @@ def attend(query, key, value, visible, scale: float) -> Partial:
     value = jnp.where(seen, value, jnp.zeros((), value.dtype))
     scores = _dot("bhmd,bhtd->bhmt", query, key.astype(query.dtype)) * scale
     scores = jnp.where(mask, scores, -jnp.inf)
-    maximum = jnp.max(scores, axis=-1)
+    # A shift of the exponents: it cancels, so no gradient passes through it.
+    maximum = lax.stop_gradient(jnp.max(scores, axis=-1))
     shift = jnp.where(jnp.isfinite(maximum), maximum, 0.0)
     weights = jnp.where(mask, jnp.exp(scores - shift[..., None]), 0.0)
     values = _dot("bhmt,bhtd->bhmd", weights.astype(value.dtype), value)

@@ -117,7 +117,10 @@ class Session:
             piece = PrefillChunk.text(self.models, tokens, length, frontier)
             self.step(prefill_chunk, self.models, self.params, rows=rows, chunk=piece)
         greedy = SamplingArrays.greedy(batch)
-        self.step(first_token, self.models, self.params, rows=rows, sampling=greedy)
+        self.state, fault = first_token(
+            self.models, self.params, self.poisoned(), rows, greedy
+        )
+        assert not np.asarray(fault).any()
         anchors = np.asarray(self.state.sequence.anchor)
         for lane in lanes:
             self.lanes[lane].ledger.append(int(anchors[lane]))

@@ -1,0 +1,1 @@
+"""Fitting targets and drafts in JAX: corpus, captured features, losses, the optimiser's loop."""

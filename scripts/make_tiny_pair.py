@@ -1,0 +1,100 @@
+"""Makes the shipped pair: corpus, tokenizer, target, its own text, DFlash and DFlash2, figures.
+
+    python scripts/make_tiny_pair.py --out DIR [--seed 0] [--smoke]
+    python scripts/make_tiny_pair.py --out DIR --target-seconds 80 --draft-seconds 40   # a GPU
+
+writes DIR/target, DIR/dflash, DIR/dflash2 (Hugging Face folders), DIR/MODEL_CARD.md,
+DIR/report.json and DIR/held_out_prompts.json. Budgets are steps or, where given, seconds. What is
+finished is written before the next stage starts. `--prepare DIR2` writes only the tokenizer and the
+encoded corpus, `--prepared DIR2` starts from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+
+import jax
+
+from dflash_jax.training.corpus import read_documents, standard_library
+from dflash_jax.training.fit import FitConfig
+from dflash_jax.training.prepared import Prepared, load_prepared, prepare, save_prepared
+from dflash_jax.training.recipe import Recipe, pair_target, smoke_target
+from dflash_jax.training.tiny_pair import make_pair
+
+IDS = 1016
+SMOKE = {
+    "target_batch": 4, "target_length": 64, "prompt": 16, "new_tokens": 48, "sequences": 32,
+    "temperatures": (0.0, 1.0), "capture_batch": 32, "draft_batch": 4, "blocks": 4,
+    "held_out_prompts": 4, "held_out_tokens": 16,
+}
+
+
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
+    """The recipe with the command line's budgets and seed."""
+    smoke = arguments.smoke
+    target = FitConfig(
+        steps=arguments.target_steps or (20 if smoke else 6000), seconds=arguments.target_seconds,
+        learning_rate=3e-3, warmup_steps=200, seed=arguments.seed,
+        log_every=10 if smoke else 50, save_every=arguments.save_every,
+    )
+    draft = dataclasses.replace(
+        target, steps=arguments.draft_steps or (20 if smoke else 4000), warmup_steps=100,
+        seconds=arguments.draft_seconds, learning_rate=2e-3, weight_decay=0.05,
+        seed=arguments.seed + 1,
+    )
+    sizes = SMOKE if smoke else {}
+    return Recipe(target=target, draft=draft, seed=arguments.seed, **sizes)
+
+
+def corpus_of(arguments: argparse.Namespace) -> Prepared:
+    """The encoded corpus: ready-made, or of the given folder or the standard library."""
+    if arguments.prepared:
+        return load_prepared(arguments.prepared)
+    documents = read_documents(arguments.text) if arguments.text else standard_library()
+    return prepare(documents, IDS)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, help="folder to write into")
+    add("--seed", type=int, default=0)
+    add("--text", type=Path, help="folder of .py files instead of the standard library")
+    add("--prepare", type=Path, metavar="DIR", help="only encode the corpus, into this folder")
+    add("--prepared", type=Path, metavar="DIR", help="a folder that --prepare wrote")
+    add("--target-steps", type=int, metavar="N")
+    add("--draft-steps", type=int, metavar="N")
+    add("--target-seconds", type=float, metavar="S", help="ends the target's training in time")
+    add("--draft-seconds", type=float, metavar="S", help="the same for each draft")
+    add("--save-every", type=int, default=0, metavar="N", help="steps between resume points")
+    add("--compile-cache", type=Path, metavar="DIR", help="compile ahead, into this folder")
+    add("--smoke", action="store_true", help="a minute on a CPU: tiny models and batches")
+    arguments = parser.parse_args()
+    try:
+        prepared = corpus_of(arguments)
+        if arguments.prepare:
+            save_prepared(arguments.prepare, prepared)
+            return 0
+        if arguments.out is None:
+            raise ValueError("--out: expected a folder")
+        if arguments.compile_cache:
+            jax.config.update("jax_compilation_cache_dir", str(arguments.compile_cache))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        command = f"python {shlex.join(sys.argv)}"
+        target = (smoke_target if arguments.smoke else pair_target)(prepared.facts["ids"])
+        recipe = recipe_of(arguments)
+        outcomes = make_pair(recipe, target, prepared, arguments.out, command=command)
+    except (ValueError, OSError) as error:
+        print(f"make_tiny_pair: error: {error}", file=sys.stderr)
+        return 2
+    for name, outcome in outcomes.items():
+        print(f"{name}: {outcome.acceptance.tokens_per_round} tokens per round")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
