@@ -3,6 +3,7 @@
 One model pair and one batch width for the whole file, so that it compiles once.
 """
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from dflash_jax.config import DtypePolicy, RunConfig
 from dflash_jax.engine import device
 from dflash_jax.engine.generate import generate
 from dflash_jax.engine.request import FinishReason, total_statistics
+from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
 from dflash_jax.weights import load_draft, load_target
 
@@ -131,6 +133,16 @@ def test_trees_by_live_rows_give_the_same_tokens_in_fewer_rounds(run, golden):
     assert set(theirs.widths) <= {1, 2, 3, 4} and set(ours.widths) <= {1, 2, 3, 4, 8}
     assert ours.widths[8] > 10
     assert ours.rounds < theirs.rounds and ours.tokens_per_round > theirs.tokens_per_round
+
+
+def test_sampled_trees_repeat_by_seed_whatever_the_other_rows(run):
+    """One width for any number of rows: text depends on prompt, controls and seed alone."""
+    controls = [SamplingParams(temperature=0.8, top_p=0.9, seed=row) for row in ROWS]
+    whole = run(tree_nodes=(8,), sampling=controls)
+    turned = run((2, 0), tree_nodes=(8,), sampling=[controls[2], controls[0]])
+    assert [o.tokens for o in turned] == [whole[2].tokens, whole[0].tokens]
+    other = run((0,), tree_nodes=(8,), sampling=dataclasses.replace(controls[0], seed=9))
+    assert other[0].tokens != whole[0].tokens
 
 
 def test_no_request_compiles_a_round_again(run):
