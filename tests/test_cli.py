@@ -106,6 +106,17 @@ def test_options_reach_the_run(calls, prompt_file):
     assert calls["causal"] is False
 
 
+@pytest.mark.parametrize(
+    ("given", "nodes"), [("12", (12,)), ("16,12,0", (16, 12, 0)), ("auto", "auto"), (None, None)]
+)
+def test_widths_of_trees_reach_the_run(calls, prompt_file, given, nodes):
+    options = ("--draft", "draft", "--prompt-ids", prompt_file, "--max-new-tokens", 5)
+    more = () if given is None else ("--draft-tree-nodes", given, "--draft-tree-paths", 4)
+    assert run(*options, *more) == 0
+    assert calls["tree_nodes"] == nodes
+    assert calls["generate"][0].run.tree_paths == (8 if given is None else 4)
+
+
 def test_defaults_of_a_run(calls, prompt_file):
     assert run("--draft", "draft", "--prompt-ids", prompt_file, "--max-new-tokens", 5) == 0
     models = calls["generate"][0]
@@ -155,6 +166,15 @@ def test_other_prompt_ids_are_value_errors(text):
         (("--max-new-tokens", 5, "--causal", "true"), "--causal: expected only with --draft"),
         (("--max-new-tokens", 5, "--raw"), "--raw: expected only with --prompt"),
         (("--max-new-tokens", 5, "--draft", "d", "--draft-tokens", 0), "draft_tokens: expected"),
+        (("--max-new-tokens", 5, "--draft-tree-nodes", 9), "--draft-tree-nodes: expected only"),
+        (
+            ("--max-new-tokens", 5, "--draft", "d", "--draft-tree-nodes", "0,8"),
+            "tree_nodes: expected 0 or K + 2 = 9..32, got 8",
+        ),
+        (
+            ("--max-new-tokens", 5, "--draft", "d", "--draft-tree-paths", 9),
+            "tree_paths: expected 2..8, got 9",
+        ),
     ],
 )
 def test_faults_are_one_line_and_status_2(calls, prompt_file, capsys, options, message):
@@ -179,6 +199,7 @@ def test_missing_files_are_one_line_and_status_2(tmp_path, capsys):
         (("--prompt", "a", "--prompt-ids", "f"), "not allowed with"),
         (("--prompt", "a", "--max-new-tokens", "x"), "invalid int value"),
         (("--prompt", "a", "--dtype", "int4"), "invalid choice"),
+        (("--prompt", "a", "--draft-tree-nodes", "wide"), "invalid _tree_nodes value: 'wide'"),
         (("--prompt", "a", "--unknown"), "--unknown"),
     ],
 )

@@ -162,6 +162,12 @@ def test_pair_rule_names_its_field(field, kind, overrides):
         ("lanes", dict(lanes=1)),
         ("slots", dict(lanes=3, slots=2)),
         ("implementation", dict(implementation="mosaic")),
+        ("tree_nodes", dict(tree_nodes=4)),
+        ("tree_nodes", dict(tree_nodes=33)),
+        ("tree_nodes", dict(tree_nodes=True)),
+        ("tree_nodes", dict(draft_tokens=31, tree_nodes=32)),
+        ("tree_paths", dict(tree_paths=1)),
+        ("tree_paths", dict(tree_paths=9)),
     ],
 )
 def test_run_rule_names_its_field(field, overrides):
@@ -182,6 +188,18 @@ def test_backend_options_need_a_backend_and_capacity_is_bounded():
             check_run(*pair, run)
     with pytest.raises(ConfigError, match="^draft_tokens: "):
         check_run(target, draft, RunConfig(**RUN | dict(draft_tokens=0)))
+
+
+def test_trees_need_a_lattice():
+    target, run = tiny_target(), RunConfig(**RUN | dict(tree_nodes=5))
+    check_run(target, tiny_draft(SECOND), run)
+    check_run(target, tiny_draft(SECOND), RunConfig(**RUN | dict(tree_nodes=32, tree_paths=2)))
+    message = r"0 with DFlashDraftModel \(trees need DFlash2DraftModel\), got 5"
+    with pytest.raises(ConfigError, match=f"^tree_nodes: expected {message}"):
+        check_run(target, tiny_draft(FIRST), run)
+    with pytest.raises(ConfigError, match="^tree_nodes: expected 0 with no draft"):
+        check_run(target, None, RunConfig(**RUN | dict(draft_tokens=0, tree_nodes=5)))
+    assert "tree 5 columns, 8 paths" in describe(target, tiny_draft(SECOND), run)
 
 
 def test_run_defaults_and_derived_counts():

@@ -161,10 +161,7 @@ def _sampled_children(law: Law, proposal, sequence, tree: _Tree, paths: int) -> 
         judging = (child > 0) & (entered == 0)
         chosen = ids == proposal.tokens[rows, child][..., None]
         z = proposal.q[rows, jnp.maximum(child - 1, 0)]
-        if sibling:
-            z = jnp.where(taken, 0.0, z)
-            total = jnp.sum(z, axis=-1, keepdims=True)
-            z = z / jnp.where(total > 0.0, total, 1.0)
+        z = _without(z, taken) if sibling else z
         r_of_child = _pick(chosen, left) / jnp.where(mass > 0.0, mass, 1.0)
         z_of_child = _pick(chosen, z)
         passes = (r_of_child > 0.0) & (
@@ -180,6 +177,13 @@ def _sampled_children(law: Law, proposal, sequence, tree: _Tree, paths: int) -> 
         taken = taken | chosen
     first = _parents_of(tree.exists & (tree.sibling == 0), proposal)
     return _Judged(entered=entered, refused=(first > 0) & (entered == 0), left=left)
+
+
+def _without(law, taken):
+    """The law [.., C] of the ranks that are not taken, renormalised."""
+    left = jnp.where(taken, 0.0, law)
+    total = jnp.sum(left, axis=-1, keepdims=True)
+    return left / jnp.where(total > 0.0, total, 1.0)
 
 
 def _at_candidates(law: Law, proposal: Proposal):

@@ -3,6 +3,7 @@
 One model pair and one batch width for the whole file, so that it compiles once.
 """
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from dflash_jax.config import DtypePolicy, RunConfig
 from dflash_jax.engine import device
 from dflash_jax.engine.generate import generate
-from dflash_jax.engine.request import FinishReason
+from dflash_jax.engine.request import FinishReason, total_statistics
+from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
 from dflash_jax.weights import load_draft, load_target
 
@@ -120,6 +122,34 @@ def test_cancelling_one_row_leaves_the_others(run, golden):
     ]
     assert len(outputs[1].tokens) == 1
     assert list(outputs[2].tokens) == golden["output2"].tolist()
+
+
+def test_trees_by_live_rows_give_the_same_tokens_in_fewer_rounds(run, golden):
+    """Width 8 for up to two rows, the chain for three; rows end one after the other."""
+    ends = [int(golden["output0"][20]), int(golden["output1"][35])]
+    for budget, options in ((BUDGET, {"eos_ids": ends}), (BUDGET, {})):
+        chain = run(max_new_tokens=budget, **options)
+        tree = run(max_new_tokens=budget, tree_nodes=(8, 8, 0), **options)
+        assert [o.tokens for o in tree] == [o.tokens for o in chain]
+        assert [o.finish_reason for o in tree] == [o.finish_reason for o in chain]
+    chain, tree = run((0, 2)), run((0, 2), tree_nodes=(8,))
+    assert [o.tokens for o in tree] == [o.tokens for o in chain]
+    assert all(sum(o.statistics.widths.values()) == o.statistics.rounds + o.statistics.single_steps
+               for o in (*chain, *tree))
+    ours, theirs = (total_statistics([o.statistics for o in outputs]) for outputs in (tree, chain))
+    assert set(theirs.widths) <= {1, 2, 3, 4} and set(ours.widths) <= {1, 2, 3, 4, 8}
+    assert ours.widths[8] > 10
+    assert ours.rounds < theirs.rounds and ours.tokens_per_round > theirs.tokens_per_round
+
+
+def test_sampled_trees_repeat_by_seed_whatever_the_other_rows(run):
+    """One width for any number of rows: text depends on prompt, controls and seed alone."""
+    controls = [SamplingParams(temperature=0.8, top_p=0.9, seed=row) for row in ROWS]
+    whole = run(tree_nodes=(8,), sampling=controls)
+    turned = run((2, 0), tree_nodes=(8,), sampling=[controls[2], controls[0]])
+    assert [o.tokens for o in turned] == [whole[2].tokens, whole[0].tokens]
+    other = run((0,), tree_nodes=(8,), sampling=dataclasses.replace(controls[0], seed=9))
+    assert other[0].tokens != whole[0].tokens
 
 
 def test_no_request_compiles_a_round_again(run):

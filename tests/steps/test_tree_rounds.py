@@ -1,9 +1,12 @@
 """Claim 1 for trees: greedy rounds over trees give plain greedy text; and one trace serves all."""
 
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.state.sequence import SequenceState, round_extent
+from dflash_jax.steps import commit, speculate
 from tests import cases
 from tests.steps.poison import poison_with
 from tests.steps.scenes import HUGE, budget, plain_text, resumed
@@ -19,10 +22,9 @@ EVERY = tuple(
     (target, k, b, width)
     for target in cases.TARGETS for k in DEPTHS for b in cases.BATCHES for width in widths(k)
 )
-# Each value of each factor, and each width beside each kind of target.
+# Each value of each factor, and no two of them together everywhere.
 USUAL = (
-    ("dense", 3, 8, 5), ("moe", 7, 1, 9), ("moe", 3, 3, 8), ("dense", 15, 1, 20),
-    ("dense", 7, 8, 16), ("moe", 15, 3, 24), ("moe", 7, 8, 32), ("dense", 3, 3, 32),
+    ("dense", 3, 8, 5), ("moe", 7, 1, 12), ("dense", 15, 3, 24), ("moe", 3, 3, 32),
 )
 
 
@@ -46,4 +48,28 @@ def check_equivalence(target, draft_tokens, batch, nodes, before=None):
     [pytest.param(c, marks=() if c in USUAL else pytest.mark.slow, id=str(c)) for c in EVERY],
 )
 def test_greedy_trees_give_plain_text(combination):
-    check_equivalence(*combination, before=poison_with(np.nan, HUGE))
+    left = check_equivalence(*combination, before=poison_with(np.nan, HUGE))
+    # The draft of the dense pair agrees with its target where it agrees at all.
+    assert left or combination[0] == "dense" or combination not in USUAL
+
+
+def test_one_trace_serves_trees_chains_and_every_set_of_rows():
+    """Different budgets, rows with and without a tree, parts of a licence kept: no compile."""
+    session = resumed("dense", "dflash2", 3, 8, tree_nodes=5)
+    session.round([1, 2, 3])
+    first = speculate._cache_size(), commit._cache_size()
+    session.round([7])
+    session.run(keep=lambda lane, licensed: max(licensed - lane % 2, 0) or licensed)
+    assert (speculate._cache_size(), commit._cache_size()) == first
+
+
+def test_rows_without_budget_or_room_for_a_tree_keep_their_chain():
+    remaining = jnp.array([99, 8, 7, 1, 99, 99, 99, 99, 99], jnp.int32)
+    room = jnp.array([99, 99, 99, 99, 12, 11, 8, 7, 0], jnp.int32)
+    rows = SequenceState.zeros(9, 3).replace(
+        frontier=jnp.full((9,), 20, jnp.int32), remaining=remaining, capacity=20 + room
+    )
+    found = round_extent(rows, draft_tokens=7, whole_block=True, tree_nodes=12)
+    assert found.proposals.tolist() == [7, 7, 6, 0, 7, 7, 7, 6, 0]
+    assert found.columns.tolist() == [12, 12, 7, 1, 12, 8, 8, 7, 0]
+    assert found.draft_columns.tolist() == [8] * 8 + [0]

@@ -32,7 +32,7 @@ def scene():
     return session, session.rows(list(LANES)), tokens.astype(np.int32)
 
 
-def verified(tokens, columns, parent=None, depth=None, chain=True):
+def verified(tokens, columns, parent=None, depth=None, chain=True, params=None):
     """verify of tokens [3, W] with Q = columns per row, as NumPy arrays."""
     session, rows, _ = scene()
     proposal = chain_proposal(jnp.array(tokens))
@@ -47,7 +47,8 @@ def verified(tokens, columns, parent=None, depth=None, chain=True):
     )
     return cases.host(
         run_verify(
-            session.models, session.params, session.state, rows, proposal, extent, chain=chain
+            session.models, params or session.params, session.state, rows, proposal, extent,
+            chain=chain,
         )
     )
 
@@ -102,6 +103,53 @@ def test_every_path_of_a_tree_equals_that_path_alone():
         assert_trees_close(take(tree, path), take(chain, range(len(path))))
 
 
+CHAINED, LIVE = (0, 0, 1, 2, 4, 5, 6, 7), 4
+
+
+def test_a_chain_in_a_tree_s_frame_is_the_same_whatever_says_that_it_ends():
+    """Q of a chain row, or columns that the tree does not have: the same bytes."""
+    _, _, tokens = scene()
+    depth = (0, 1, 2, 3, 0, 0, 0, 0)
+    row = verified(tokens, LIVE, np.maximum(np.arange(COLUMNS) - 1, 0), np.arange(COLUMNS), False)
+    tree = verified(tokens, COLUMNS, CHAINED, depth, chain=False)
+    assert_same_bytes(take(tree, range(LIVE)), take(row, range(LIVE)))
+
+
+def test_an_accepted_path_leaves_the_gdn_states_of_that_path_alone():
+    """In the same frame: GDN states bit for bit, everything else up to fp32 rounding."""
+    _, _, tokens = scene()
+    tree = verified(tokens, COLUMNS, PARENT, DEPTH, chain=False)
+    for path in PATHS:
+        columns = len(path)
+        alone = np.zeros_like(tokens)
+        alone[:, :columns] = tokens[:, path]
+        parent = [max(c - 1, 0) if c < columns else c for c in range(COLUMNS)]
+        depth = [c if c < columns else 0 for c in range(COLUMNS)]
+        single = verified(alone, COLUMNS, parent, depth, chain=False)
+        ours = committed(tree, path, columns, chain=False)
+        theirs = committed(single, range(columns), columns, chain=False)
+        assert_same_bytes(ours.target.gdn, theirs.target.gdn)
+        assert_trees_close(ours, theirs)
+
+
+def test_dead_columns_of_a_tree_change_nothing():
+    """Beyond the nodes and beyond Q: any token, any parent before the column."""
+    _, _, tokens = scene()
+    parent, depth = (0, 0, 1, 0, 1, 5, 6, 7), (0, 1, 2, 1, 2, 0, 0, 0)
+    whole = verified(tokens, COLUMNS, parent, depth, chain=False)
+    changed = tokens.copy()
+    changed[:, 5:] = 3
+    cut = verified(changed, 5, (0, 0, 1, 0, 1, 2, 0, 4), (0, 1, 2, 1, 2, 9, 1, 30), chain=False)
+    assert_same_bytes(take(cut, range(5)), take(whole, range(5)))
+    # A NaN in a dead column's embedding stays there.
+    session, _, _ = scene()
+    changed[:, 5:] = 111
+    embedding = session.params.target["embedding"].at[111].set(np.nan)
+    poisoned = session.params.replace(target={**session.params.target, "embedding": embedding})
+    found = verified(changed, COLUMNS, parent, depth, chain=False, params=poisoned)
+    assert_same_bytes(take(found, range(5)), take(whole, range(5)))
+
+
 def test_side_columns_leave_the_main_chain_alone():
     """Other tokens in the side columns change no byte of the main chain, in the same frame."""
     _, _, tokens = scene()
@@ -112,7 +160,7 @@ def test_side_columns_leave_the_main_chain_alone():
     assert not np.array_equal(first.logits[:, 4:], second.logits[:, 4:])
 
 
-def committed(verification, path, count):
+def committed(verification, path, count, chain=True):
     """The state after committing `count` columns of a path of every row."""
     session, rows, _ = scene()
     width = session.models.run.block_width
@@ -129,7 +177,7 @@ def committed(verification, path, count):
         ),
     )
     state = jax.tree.map(jnp.array, cases.host(session.state))
-    return cases.host(commit(session.models, state, rows, scratch, number))
+    return cases.host(commit(session.models, state, rows, scratch, number, chain=chain))
 
 
 def test_committing_a_path_equals_committing_its_columns_as_a_chain():
