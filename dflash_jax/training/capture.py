@@ -43,8 +43,11 @@ def capture(
     identity = {} if folder is None else _identity(config, dtypes, layer_ids, params, tokens)
     if folder is not None and (found := _cached(Path(folder), identity)) is not None:
         return jnp.asarray(found)
+    # One at a time: queued executions can deadlock in the thread pool of XLA's CPU client.
     parts = [
-        capture_batch(config, dtypes, layer_ids, params, jnp.asarray(tokens[i : i + batch]))
+        jax.block_until_ready(
+            capture_batch(config, dtypes, layer_ids, params, jnp.asarray(tokens[i : i + batch]))
+        )
         for i in range(0, len(tokens), batch)
     ]
     features = jnp.concatenate(parts)

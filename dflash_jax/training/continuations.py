@@ -52,13 +52,13 @@ def continuations(models: Models, params, prompts, *, temperature: float, seed: 
         raise ValueError(f"prompts: expected [N, P] with N a multiple of {batch}, "
                          f"got {prompts.shape}")
     heat, key = np.float32(temperature), jax.random.key(seed)
-    parts = [
-        continue_batch(models, Params(target=params, draft={}), jnp.asarray(prompts[i : i + batch]),
-                       heat, jax.random.fold_in(key, i))
+    pair = Params(target=params, draft={})
+    written = [
+        np.asarray(continue_batch(models, pair, jnp.asarray(prompts[i : i + batch]), heat,
+                                  jax.random.fold_in(key, i)))
         for i in range(0, len(prompts), batch)
     ]
-    written = np.concatenate([np.asarray(part) for part in parts])
-    return np.concatenate([prompts, written], axis=1)
+    return np.concatenate([prompts, np.concatenate(written)], axis=1)
 
 
 @functools.partial(jax.jit, static_argnums=0)
