@@ -27,9 +27,8 @@ def abstract_steps(target, draft):
     )
     state, params = jax.eval_shape(models.zeros), abstract_params(models)
     one = numbers((1,))
-    rows, greedy = Rows(lane=one, read_slot=one, write_slot=one), SamplingArrays(
-        temperature=numbers((1,), jnp.float32)
-    )
+    rows = Rows(lane=one, read_slot=one, write_slot=one)
+    greedy = jax.eval_shape(lambda: SamplingArrays.greedy(1))
     extent = jax.eval_shape(lambda s: models.extent(s.gather(jnp.zeros((1,), jnp.int32))),
                             state.sequence)
     round_inputs = (params, state, rows, greedy, extent)
