@@ -1,46 +1,41 @@
 """Streams Hugging Face files into fused parameter leaves on the device.
 
-Strict both ways: each file tensor is used, ignored by an explicit prefix, or a fault; each leaf is
-filled or a fault. All faults of a file are raised together before anything is read. The host holds
-one leaf and one file tensor at a time. Source: `checkpoints.md` 3 and 4, contracts 1.3,
-`pitfalls.md` F.
+`source.py` resolves the files; all faults of a folder are raised together before anything is
+placed. The host holds one leaf and one piece of a file at a time, the device one copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import (
-    DraftConfig,
-    DraftKind,
-    DtypePolicy,
-    TargetConfig,
-    check_pair,
-)
-from dflash_jax.weights import names
-from dflash_jax.weights.files import TensorFiles, WeightsError
-from dflash_jax.weights.heads import OwnHead, plan_own_head, read_own_head
+from dflash_jax.config import DraftConfig, DtypePolicy, TargetConfig, check_pair
+from dflash_jax.weights.heads import read_own_head
 from dflash_jax.weights.hf_config import read_target_config
 from dflash_jax.weights.hf_draft_config import read_draft_config
-from dflash_jax.weights.names import PlannedLeaf, PlannedPart, Storage
-from dflash_jax.weights.transforms import VIEWS, Sizes, fuse_rows
+from dflash_jax.weights.names import Storage
+from dflash_jax.weights.source import Source, draft_source, target_source
 
 logger = logging.getLogger(__name__)
 
-READABLE = ("BF16", "F16", "F32")
+# Path and shape of a leaf -> where it goes; None is the default device.
+Shardings = Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding | None]
 # Layer norms of a target are stored as w of (1 + w); some exports have already added the one.
 SUSPICIOUS_NORM_MEAN = 0.5
 
 
 def load_target(
-    folder: str | Path, policy: DtypePolicy, *, public_vocab: int | None = None
+    folder: str | Path,
+    policy: DtypePolicy,
+    *,
+    public_vocab: int | None = None,
+    shardings: Shardings | None = None,
 ) -> tuple[TargetConfig, dict]:
     """Loads a Qwen3.5-family target.
 
@@ -48,17 +43,15 @@ def load_target(
       folder: holds config.json and model.safetensors, or shards with their index.
       policy: `param` is the dtype of matrices; vectors and small kernels are float32.
       public_vocab: V_pub; None takes it from tokenizer.json, else the vocabulary rows.
+      shardings: of each leaf, by its path and shape; None puts all on the default device.
     Returns:
-      The config and the nested dict of parameters on the default device.
+      The config and the nested dict of parameters.
     Raises: ConfigError for config.json; WeightsError listing all faults of the tensors.
     """
     config = read_target_config(folder, public_vocab=public_vocab)
-    leaves, sizes = names.target_plan(config)
-    with TensorFiles(folder) as files:
-        stored, faults = _canonical(files, _target_name, names.IGNORED_TARGET_PREFIXES)
-        chosen, more = _match(files, stored, leaves)
-        _raise_faults(files, faults + more)
-        params = _build(files, stored, chosen, sizes, policy)
+    source = target_source(folder, config)
+    source.check()
+    params = _build(source, policy, shardings)
     _warn_about_norms(params, config)
     return config, params
 
@@ -69,6 +62,7 @@ def load_draft(
     policy: DtypePolicy,
     *,
     causal: bool | Sequence[bool] | None = None,
+    shardings: Shardings | None = None,
 ) -> tuple[DraftConfig, dict]:
     """Loads a DFlash or DFlash2 draft for a target.
 
@@ -80,164 +74,62 @@ def load_draft(
       target: the target it proposes for.
       policy: `param` is the dtype of matrices; vectors and small kernels are float32.
       causal: overrides the file's mask flags, one for all layers or one per layer.
+      shardings: of each leaf, by its path and shape; None puts all on the default device.
     Returns:
-      The config and the nested dict of parameters on the default device.
+      The config and the nested dict of parameters.
     Raises: ConfigError for config.json; WeightsError listing all faults of the tensors.
     """
     config = read_draft_config(folder, target, causal=causal)
-    with TensorFiles(folder) as files:
-        stored, faults = _canonical(files, _draft_name, ())
-        head, more = plan_own_head(files, stored, config, target.public_vocab)
-        faults += more
-        config = dataclasses.replace(config, own_embedding=names.OWN_EMBEDDING in stored)
-        leaves, sizes = names.draft_plan(config)
-        beside = () if head is None else head.names
-        chosen, more = _match(files, stored, leaves, beside)
-        _raise_faults(files, faults + _second_backend(config, more))
-        params = _build(files, stored, chosen, sizes, policy)
-        if head is not None:
-            config = _add_head(config, params, files, head, policy)
+    source = draft_source(folder, config, target.public_vocab)
+    source.check()
+    config = source.config
+    params = _build(source, policy, shardings)
+    if source.head is not None:
+        rows, token_ids = read_own_head(source.files, source.head, policy.param_dtype)
+        config = add_head(config, params, rows, token_ids, shardings)
     check_pair(target, config)
     return config, params
 
 
-def _target_name(name: str) -> str:
-    if name in names.TARGET_HEAD_NAMES:
-        return "lm_head.weight"
-    for prefix in names.TARGET_PREFIXES:
-        if name.startswith(prefix):
-            return name[len(prefix) :]
-    return name
-
-
-def _draft_name(name: str) -> str:
-    bare = name.removeprefix(names.DRAFT_PREFIX)
-    bare = names.DRAFT_ALIASES.get(bare, bare)
-    stem = bare.removesuffix(".weight")
-    return stem if stem.endswith(names.BARE_SUFFIXES) else bare
-
-
-def _canonical(
-    files: TensorFiles, rename: Callable[[str], str], ignored: tuple[str, ...]
-) -> tuple[dict[str, str], list[str]]:
-    """Canonical name -> stored name, without ignored tensors, and the faults on the way."""
-    stored, faults, skipped = {}, [], 0
-    for name in files.names:
-        if name.startswith(ignored):
-            skipped += 1
-            continue
-        if name.endswith(names.QUANTISED_SUFFIXES):
-            faults.append(f"{name}: quantised weights are not implemented")
-            continue
-        canonical = rename(name)
-        if canonical in stored:
-            faults.append(f"{name}: doubled, same tensor as {stored[canonical]}")
-            continue
-        stored[canonical] = name
-    if skipped:
-        logger.info("%d tensors ignored by prefix (%s)", skipped, ", ".join(ignored))
-    return stored, faults
-
-
-def _match(
-    files: TensorFiles,
-    stored: dict[str, str],
-    leaves: list[PlannedLeaf],
-    beside: tuple[str, ...] = (),
-) -> tuple[list[tuple[PlannedLeaf, tuple[PlannedPart, ...]]], list[str]]:
-    """The layout of each leaf that the file has, and all faults of names, shapes and dtypes.
-
-    Args:
-      beside: canonical names that are used outside the table.
-    """
-    chosen, faults, used = [], [], set(beside)
-    for leaf in leaves:
-        present = [layout for layout in leaf.layouts if any(part.name in stored for part in layout)]
-        layout = (present or leaf.layouts)[0]
-        for other in present[1:]:
-            twice = [stored[part.name] for part in other if part.name in stored]
-            faults += [f"{name}: doubled, another spelling is present too" for name in twice]
-        used |= {part.name for other in present for part in other}
-        for part in layout:
-            faults += _part_faults(files, stored, part)
-        chosen.append((leaf, layout))
-    faults += [f"{stored[name]}: unmapped, no parameter takes it" for name in stored.keys() - used]
-    return chosen, faults
-
-
-def _part_faults(files: TensorFiles, stored: dict[str, str], part: PlannedPart) -> Iterator[str]:
-    name = stored.get(part.name)
-    if name is None:
-        yield f"{part.name}: missing"
-        return
-    if (shape := files.shape(name)) != part.shape:
-        yield f"{name}: expected shape {part.shape}, got {shape}"
-    if (dtype := files.dtype(name)) not in READABLE:
-        yield f"{name}: expected dtype out of {READABLE}, got {dtype} (quantised?)"
-
-
-def _second_backend(config: DraftConfig, faults: list[str]) -> list[str]:
-    """Says where DFlash2 tensors came in under a DFlash architecture."""
-    if config.kind is DraftKind.DFLASH2:
-        return faults
-    return [
-        f"{fault} (a DFlash2 tensor under {config.kind.value})"
-        if any(part in fault for part in names.DFLASH2_NAME_PARTS)
-        else fault
-        for fault in faults
-    ]
-
-
-def _raise_faults(files: TensorFiles, faults: list[str]) -> None:
-    if faults:
-        raise WeightsError(files.folder, sorted(faults))
-
-
-def _build(
-    files: TensorFiles,
-    stored: dict[str, str],
-    chosen: list[tuple[PlannedLeaf, tuple[PlannedPart, ...]]],
-    sizes: Sizes,
-    policy: DtypePolicy,
-) -> dict:
+def _build(source: Source, policy: DtypePolicy, shardings: Shardings | None) -> dict:
     """Reads, fuses and places leaf after leaf."""
     params = {}
-    for leaf, layout in chosen:
-        dtype = policy.param_dtype if leaf.storage is Storage.MATRIX else jnp.dtype("float32")
-        pieces = _pieces(files, stored, layout, sizes)
-        insert(params, leaf.path, place(fuse_rows(pieces, leaf.shape, dtype)))
+    for entry in source.chosen:
+        dtype = leaf_dtype(entry.leaf.storage, policy)
+        insert(params, entry.leaf.path, source.read(entry, dtype), shardings)
     return params
 
 
-def _pieces(
-    files: TensorFiles, stored: dict[str, str], layout: tuple[PlannedPart, ...], sizes: Sizes
-) -> Iterator[np.ndarray]:
-    """Views of the layout's tensors; neighbours that share a tensor read it once."""
-    name, tensor = None, None
-    for part in layout:
-        if part.name != name:
-            name, tensor = part.name, files.read(stored[part.name])
-        yield VIEWS[part.view](tensor, sizes)
+def leaf_dtype(storage: Storage, policy: DtypePolicy) -> np.dtype:
+    """Dtype of a leaf: `policy.param` for matrices, float32 for vectors."""
+    return policy.param_dtype if storage is Storage.MATRIX else jnp.dtype("float32")
 
 
-def place(array: np.ndarray) -> jax.Array:
-    """Copies to the default device and waits, so that the host copy can be freed."""
-    return jax.block_until_ready(jax.device_put(array))
+def place(array: np.ndarray, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+    """Copies to the device or devices and waits, so that the host copy can be freed."""
+    return jax.block_until_ready(jax.device_put(array, sharding))
 
 
-def insert(params: dict, path: tuple[str, ...], leaf: object) -> None:
-    """Sets a leaf of a nested dict, making the dicts on the way."""
+def insert(
+    params: dict, path: tuple[str, ...], values: np.ndarray, shardings: Shardings | None = None
+) -> None:
+    """Places a leaf and sets it in a nested dict, making the dicts on the way."""
+    sharding = None if shardings is None else shardings(path, values.shape)
     for key in path[:-1]:
         params = params.setdefault(key, {})
-    params[path[-1]] = leaf
+    params[path[-1]] = place(values, sharding)
 
 
-def _add_head(
-    config: DraftConfig, params: dict, files: TensorFiles, head: OwnHead, policy: DtypePolicy
+def add_head(
+    config: DraftConfig,
+    params: dict,
+    rows: np.ndarray,
+    token_ids: np.ndarray,
+    shardings: Shardings | None,
 ) -> DraftConfig:
-    rows, token_ids = read_own_head(files, head, policy.param_dtype)
-    insert(params, ("head", "kernel"), place(rows))
-    insert(params, ("head", "token_ids"), place(token_ids))
+    """Sets a draft's own head and says so in the config."""
+    insert(params, ("head", "kernel"), rows, shardings)
+    insert(params, ("head", "token_ids"), token_ids, shardings)
     logger.info("the draft's own head: %d rows", len(token_ids))
     return dataclasses.replace(config, head_rows=len(token_ids))
 

@@ -89,6 +89,8 @@ def _token_ids(
         expected = f"{_OFFSET_DTYPES} of shape ({rows},)"
         faults.append(f"{name}: expected {expected}, got {dtype} {shape}")
         return np.arange(0)
+    if not files.is_sound(name):
+        return np.arange(0)  # a fault of the file already
     ids = np.arange(rows) + files.read(name).astype(np.int64)
     if fault := id_fault(ids, public_vocab):
         faults.append(f"{name}: {fault}")
@@ -100,6 +102,8 @@ def _flag_faults(files: TensorFiles, name: str, ids: np.ndarray, vocab_rows: int
     if shape != (vocab_rows,) or dtype not in _FLAG_DTYPES:
         expected = f"{_FLAG_DTYPES} of shape ({vocab_rows},)"
         return [f"{name}: expected {expected}, got {dtype} {shape}"]
+    if not files.is_sound(name):
+        return []  # a fault of the file already
     flagged = np.flatnonzero(files.read(name))
     if np.array_equal(flagged, np.sort(ids)):
         return []

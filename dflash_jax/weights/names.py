@@ -101,23 +101,6 @@ BARE_SUFFIXES = ("base_kernel", "predecessor_codebook", "successor_codebook")
 OWN_HEAD, OWN_HEAD_OFFSETS, OWN_HEAD_FLAGS = "lm_head.weight", "d2t", "t2d"
 OWN_EMBEDDING = "embed_tokens.weight"
 DFLASH2_NAME_PARTS = ("attention_conv", "mlp_conv", "candidate_selector")
-QUANTISED_SUFFIXES = (
-    "weight_scale_inv",
-    "_scale_inv",
-    "weight_scale",
-    "weight_scale_2",
-    "weight_packed",
-    "weight_global_scale",
-    "input_global_scale",
-    "input_scale",
-    "weight_shape",
-    "weight_zero_point",
-    "qweight",
-    "qzeros",
-    "g_idx",
-    ".scales",
-    ".biases",
-)
 
 
 def _matrix(path: str, shape: str, *layouts, layers=Layers.ALL, copy=False) -> Leaf:
