@@ -1,4 +1,4 @@
-"""Command line: ``dflash-jax generate`` or ``python -m dflash_jax generate``.
+"""Command line: ``dflash-jax generate | inspect`` or ``python -m dflash_jax ...``.
 
 New text (or token ids) goes to standard output as it is committed, everything else to standard
 error. A caller's fault is one line on standard error and exit status 2.
@@ -25,6 +25,7 @@ from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.sampling.presets import PRESETS, read_generation_config
 from dflash_jax.steps import Models, Params
 from dflash_jax.weights import load_draft, load_target, read_draft_config, read_target_config
+from dflash_jax.weights.inspect import inspect_folder
 
 PROGRAM = "dflash-jax"
 DTYPES = {"bfloat16": DtypePolicy(), "float32": DtypePolicy.exact()}
@@ -54,6 +55,8 @@ class Job:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 2 a caller's fault, 1 a faulty row."""
     arguments = build_parser().parse_args(argv)
+    if arguments.command == "inspect":
+        return _inspect(arguments)
     try:
         job = prepare(arguments)
     except (ValueError, OSError, NotImplementedError) as error:
@@ -120,7 +123,21 @@ def build_parser() -> argparse.ArgumentParser:
     for option, kind in SAMPLING_OPTIONS.items():
         add(f"--{option.replace('_', '-')}", type=kind, help=f"overrides the preset's {option}")
     add("--quiet", action="store_true", help="print neither geometry nor statistics")
+    look = commands.add_parser("inspect", help="what is in a model folder, from headers alone")
+    look.add_argument("folder", type=Path, help="folder of a target or a draft")
+    look.add_argument("--target", type=Path, help="the target's folder, to compare a draft with")
     return parser
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    """Prints what is in a folder; 1 if a loader would refuse it, 2 for a caller's fault."""
+    try:
+        found = inspect_folder(arguments.folder, arguments.target)
+    except (ValueError, OSError) as error:
+        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(found)
+    return 1 if found.faults else 0
 
 
 def prepare(arguments: argparse.Namespace) -> Job:

@@ -64,10 +64,15 @@ def describe(
     """The resolved geometry as text, one fact a line, with causality per draft layer."""
     lines = ["target", *_target_lines(target)]
     if draft is not None:
-        lines += ["draft", *_draft_lines(draft)]
+        lines.append(describe_draft(draft))
     if run is not None:
         lines += ["run", *_run_lines(run)]
     return "\n".join(lines)
+
+
+def describe_draft(draft: DraftConfig) -> str:
+    """The resolved geometry of a draft alone; see `describe`."""
+    return "\n".join(["draft", *_draft_lines(draft)])
 
 
 def _target_lines(target: TargetConfig) -> list[str]:

@@ -94,6 +94,10 @@ class TensorFiles:
         """Bytes of the tensor in its file."""
         return self._where[name].num_bytes
 
+    def num_elements(self, name: str) -> int:
+        """Elements of the tensor."""
+        return self._where[name].size
+
     def is_sound(self, name: str) -> bool:
         """Whether nothing is wrong with the tensor's file, so that it may be read."""
         return not self.headers[self._where[name].file.name].faults

@@ -18,6 +18,7 @@ from dflash_jax.config import (
     DraftConfig,
     DraftKind,
     LayerKind,
+    RopeConfig,
     SelectorConfig,
     TargetConfig,
     check_pair,
@@ -26,6 +27,7 @@ from dflash_jax.config.folder import read_json
 from dflash_jax.config.rules import is_int
 from dflash_jax.weights.hf_config import layer_kinds
 from dflash_jax.weights.keys import (
+    MAX_LAYERS,
     NEUTRAL,
     Keys,
     architecture,
@@ -99,12 +101,7 @@ def draft_config(
     raw: Mapping, target: TargetConfig, *, causal: bool | Sequence[bool] | None = None
 ) -> DraftConfig:
     """`DraftConfig` of a parsed config.json; see `read_draft_config`."""
-    if "speculators_model_type" in raw:
-        raw = flatten_speculators(raw)
-    section = subsection(raw, "dflash_config") or {}
-    if unknown := sorted(set(section) - _SECTION_KEYS):
-        raise ConfigError(f"dflash_config: expected known keys, got {unknown}")
-    keys = Keys((section, raw))
+    raw, keys = _draft_keys(raw)
     keys.refuse_unimplemented()
     kind = _kind(raw, keys)
     layer_types, window, windowed = _layers(keys)
@@ -132,6 +129,64 @@ def draft_config(
     )
     check_pair(target, config)
     return config
+
+
+def is_draft(raw: Mapping) -> bool:
+    """Whether a parsed config.json is meant for a draft, readable or not."""
+    names = raw.get("architectures")
+    named = isinstance(names, list) and any("DFlash" in str(name) for name in names)
+    return named or "speculators_model_type" in raw or "dflash_config" in raw
+
+
+def draft_causality(raw: Mapping, causal: bool | Sequence[bool] | None = None) -> Causality:
+    """The mask flags of a parsed config.json of a draft and what decided them."""
+    _, keys = _draft_keys(raw)
+    layer_types, _, windowed = _layers(keys)
+    return resolve_causal(keys, layer_types, windowed=windowed, override=causal)
+
+
+def stated_target(raw: Mapping) -> TargetConfig:
+    """A stand-in with what a draft's config.json says of its target: width, rows, block count.
+
+    For looking at a draft alone; nothing else of it means anything.
+
+    Raises: ConfigError naming a key without which the target must be given.
+    """
+    _, keys = _draft_keys(raw)
+    ids = keys.given("target_layer_ids", "aux_hidden_state_layer_ids")
+    count = keys.given("num_target_layers")
+    if count is None and isinstance(ids, list) and all(is_int(i) for i in ids) and ids:
+        count = max(ids) + 1
+    if not is_int(count) or not 1 <= count <= MAX_LAYERS:
+        expected = f"an integer in 1..{MAX_LAYERS} (or give the target)"
+        raise ConfigError(f"num_target_layers: expected {expected}, got {count!r}")
+    rows = keys.required("vocab_size")
+    return TargetConfig(
+        hidden=keys.required("hidden_size"),
+        vocab_rows=rows,
+        public_vocab=rows,
+        query_heads=1,
+        kv_heads=1,
+        head_dim=6,
+        layer_types=(LayerKind.FULL,) * count,
+        norm_eps=1.0,
+        rope=RopeConfig(theta=1.0, partial_factor=1.0, mrope_section=(1, 1, 1)),
+        gdn=None,
+        intermediate=1,
+        moe=None,
+        tie_embeddings=False,
+        max_positions=1,
+    )
+
+
+def _draft_keys(raw: Mapping) -> tuple[Mapping, Keys]:
+    """The flat keys in released spelling, and all keys with the nested section first."""
+    if "speculators_model_type" in raw:
+        raw = flatten_speculators(raw)
+    section = subsection(raw, "dflash_config") or {}
+    if unknown := sorted(set(section) - _SECTION_KEYS):
+        raise ConfigError(f"dflash_config: expected known keys, got {unknown}")
+    return raw, Keys((section, raw))
 
 
 def resolve_causal(
