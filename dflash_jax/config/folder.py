@@ -1,8 +1,16 @@
-"""Text and JSON files of a model folder; every failure names the file."""
+"""Text and JSON files of a model folder, and files and folders that are either whole or absent.
+
+Every failure names the file. What is written gets a temporary name first and is then renamed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_jax.config.rules import ConfigError
@@ -36,3 +44,48 @@ def read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ConfigError(f"{path.name}: expected an object, got {type(content).__name__}")
     return content
+
+
+@contextlib.contextmanager
+def replacing(folder: str | Path, *, need_bytes: int = 0) -> Iterator[Path]:
+    """Yields an empty folder beside `folder` that takes its place when the block ends.
+
+    A block that raises leaves the old folder as it was, and nothing else.
+
+    Args:
+      need_bytes: about what will be written; less free space is refused before anything is.
+    Raises: OSError naming the folder when the disk is too full.
+    """
+    folder = Path(folder).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if free < need_bytes:
+        raise OSError(
+            errno.ENOSPC, f"disk full: expected {need_bytes} bytes free, got {free}", str(folder)
+        )
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        _swap(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_text(file: Path, text: str) -> None:
+    """A file that is either whole or as it was."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
+def _swap(partial: Path, folder: Path) -> None:
+    if not folder.exists():
+        partial.rename(folder)
+        return
+    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old)

@@ -1,50 +1,14 @@
-"""Folders that are either whole or absent: written under a temporary name, then renamed."""
+"""Sealed folders: a manifest tells whether a folder is whole."""
 
-import contextlib
-import errno
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
+from dflash_jax.config.folder import replacing, write_text
+
+__all__ = ["MANIFEST", "replacing", "seal", "unseal", "write_text"]
+
 MANIFEST = "manifest.json"
-
-
-@contextlib.contextmanager
-def replacing(folder: str | Path, *, need_bytes: int = 0) -> Iterator[Path]:
-    """Yields an empty folder beside `folder` that takes its place when the block ends.
-
-    A block that raises leaves the old folder as it was, and nothing else.
-
-    Args:
-      need_bytes: about what will be written; less free space is refused before anything is.
-    Raises: OSError naming the folder when the disk is too full.
-    """
-    folder = Path(folder).absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder.parent).free
-    if free < need_bytes:
-        raise OSError(
-            errno.ENOSPC, f"disk full: expected {need_bytes} bytes free, got {free}", str(folder)
-        )
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-        _swap(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def write_text(file: Path, text: str) -> None:
-    """A file that is either whole or as it was."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
 
 
 def seal(folder: Path, facts: dict) -> None:
@@ -73,16 +37,6 @@ def unseal(folder: Path) -> dict:
         if got != expected:
             raise ValueError(f"{file}: expected {expected}, got {got} (damaged checkpoint)")
     return facts
-
-
-def _swap(partial: Path, folder: Path) -> None:
-    if not folder.exists():
-        partial.rename(folder)
-        return
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-    folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old)
 
 
 def _files(folder: Path) -> list[Path]:

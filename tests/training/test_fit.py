@@ -87,7 +87,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_by_name(tmp_path):
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(results.shutil, "disk_usage", lambda path: Usage(1, 1, 10))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, 10))
     assert run(tmp_path, steps=3, save_every=1).steps == 3
     assert "disk full" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -104,7 +104,7 @@ def test_results_are_whole_or_absent(tmp_path, monkeypatch):
     with results.replacing(folder) as partial:
         (partial / "file").write_text("second", encoding="utf-8")
     assert (folder / "file").read_text(encoding="utf-8") == "second"
-    monkeypatch.setattr(results.shutil, "disk_usage", lambda path: Usage(1, 1, 10))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, 10))
     with pytest.raises(OSError, match="disk full") as caught:
         with results.replacing(folder, need_bytes=11):
             raise AssertionError("nothing may be written")

@@ -54,6 +54,7 @@ def test_72_gb_of_single_experts_take_seconds_and_list_what_is_ignored(tmp_path)
     assert report.faults == ()
     for line in (
         "loaded: 31333 tensors, 34,660,610,688 parameters, 69.321 GB",
+        "ignored: 1118 tensors, 2.582 GB",
         "  model.visual.*: 333",
         "  moe 256 experts, top 8, routed 512, shared 512",
     ):
