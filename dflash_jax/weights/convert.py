@@ -1,4 +1,4 @@
-"""Streams Hugging Face files into fused parameter leaves on the device.
+"""Streams Hugging Face files, or converted weights, into fused parameter leaves on the device.
 
 `source.py` resolves the files; all faults of a folder are raised together before anything is
 placed. The host holds one leaf and one piece of a file at a time, the device one copy.
@@ -16,10 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.config import DraftConfig, DtypePolicy, TargetConfig, check_pair
-from dflash_jax.weights.heads import read_own_head
+from dflash_jax.weights import names
+from dflash_jax.weights.converted import ConvertedFolder, StoredTensors, is_converted
+from dflash_jax.weights.files import WeightsError
+from dflash_jax.weights.heads import OwnHead, plan_own_head, read_own_head
 from dflash_jax.weights.hf_config import read_target_config
 from dflash_jax.weights.hf_draft_config import read_draft_config
-from dflash_jax.weights.names import Storage
+from dflash_jax.weights.names import PlannedLeaf, Storage
 from dflash_jax.weights.source import Source, draft_source, target_source
 
 logger = logging.getLogger(__name__)
@@ -40,7 +43,8 @@ def load_target(
     """Loads a Qwen3.5-family target.
 
     Args:
-      folder: holds config.json and model.safetensors, or shards with their index.
+      folder: holds config.json and model.safetensors, or shards with their index; or converted
+        weights (`scripts/convert_weights.py`).
       policy: `param` is the dtype of matrices; vectors and small kernels are float32.
       public_vocab: V_pub; None takes it from tokenizer.json, else the vocabulary rows.
       shardings: of each leaf, by its path and shape; None puts all on the default device.
@@ -49,9 +53,13 @@ def load_target(
     Raises: ConfigError for config.json; WeightsError listing all faults of the tensors.
     """
     config = read_target_config(folder, public_vocab=public_vocab)
-    source = target_source(folder, config)
-    source.check()
-    params = _build(source, policy, shardings)
+    if is_converted(folder):
+        stored = ConvertedFolder(folder, "target")
+        params = _restore(stored, names.target_plan(config)[0], policy, shardings)
+    else:
+        source = target_source(folder, config)
+        source.check()
+        params = _build(source, policy, shardings)
     _warn_about_norms(params, config)
     return config, params
 
@@ -70,7 +78,8 @@ def load_draft(
     target's (`pitfalls.md` F1, F2); the returned config says so.
 
     Args:
-      folder: holds config.json and model.safetensors, or shards with their index.
+      folder: holds config.json and model.safetensors, or shards with their index; or converted
+        weights (`scripts/convert_weights.py`).
       target: the target it proposes for.
       policy: `param` is the dtype of matrices; vectors and small kernels are float32.
       causal: overrides the file's mask flags, one for all layers or one per layer.
@@ -80,15 +89,49 @@ def load_draft(
     Raises: ConfigError for config.json; WeightsError listing all faults of the tensors.
     """
     config = read_draft_config(folder, target, causal=causal)
-    source = draft_source(folder, config, target.public_vocab)
-    source.check()
-    config = source.config
-    params = _build(source, policy, shardings)
-    if source.head is not None:
-        rows, token_ids = read_own_head(source.files, source.head, policy.param_dtype)
+    if is_converted(folder):
+        stored = ConvertedFolder(folder, "draft")
+        config = dataclasses.replace(config, own_embedding=stored.has("embedding"))
+        if causal is None:
+            stored.check_causality(config.causal)
+        params = _restore(stored, names.draft_plan(config)[0], policy, shardings)
+        files = stored.own_head()
+        head = None if files is None else _stored_head(stored, files, config, target)
+    else:
+        source = draft_source(folder, config, target.public_vocab)
+        source.check()
+        config, files, head = source.config, source.files, source.head
+        params = _build(source, policy, shardings)
+    if head is not None:
+        rows, token_ids = read_own_head(files, head, policy.param_dtype)
         config = add_head(config, params, rows, token_ids, shardings)
     check_pair(target, config)
     return config, params
+
+
+def _restore(
+    stored: ConvertedFolder,
+    leaves: list[PlannedLeaf],
+    policy: DtypePolicy,
+    shardings: Shardings | None,
+) -> dict:
+    """Reads and places converted leaves, item after item."""
+    stored.check(leaves, policy.param_dtype)
+    storage, params = {leaf.path: leaf.storage for leaf in leaves}, {}
+    for path, values in stored.read():
+        dtype = leaf_dtype(storage[path], policy)
+        insert(params, path, values.astype(dtype, copy=False), shardings)
+    return params
+
+
+def _stored_head(
+    stored: ConvertedFolder, files: StoredTensors, config: DraftConfig, target: TargetConfig
+) -> OwnHead:
+    table = {name: name for name in files.names}
+    head, faults = plan_own_head(files, table, config, target.public_vocab)
+    if faults:
+        raise WeightsError(stored.folder, faults)
+    return head
 
 
 def _build(source: Source, policy: DtypePolicy, shardings: Shardings | None) -> dict:

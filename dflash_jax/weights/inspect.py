@@ -8,13 +8,19 @@ Values are not read, so norms that are not finite are found by loading only.
 from __future__ import annotations
 
 import collections
+import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_jax.config import ConfigError, TargetConfig, describe
+import ml_dtypes  # noqa: F401  names bfloat16 to NumPy
+import numpy as np
+
+from dflash_jax.config import ConfigError, DraftConfig, TargetConfig, describe
 from dflash_jax.config.folder import read_json
 from dflash_jax.config.pairing import describe_draft
+from dflash_jax.weights.converted import ConvertedFolder, is_converted
 from dflash_jax.weights.files import TensorFiles, WeightsError
 from dflash_jax.weights.hf_config import read_target_config
 from dflash_jax.weights.hf_draft_config import (
@@ -23,7 +29,7 @@ from dflash_jax.weights.hf_draft_config import (
     is_draft,
     stated_target,
 )
-from dflash_jax.weights.names import IGNORED_TARGET_PREFIXES
+from dflash_jax.weights.names import IGNORED_TARGET_PREFIXES, draft_plan, target_plan
 from dflash_jax.weights.quantised import recognise_files
 from dflash_jax.weights.source import Source, draft_source, target_source
 
@@ -51,7 +57,7 @@ def inspect_folder(
     causal: bool | None = None,
     public_vocab: int | None = None,
 ) -> Report:
-    """Looks at a Hugging Face folder of a target or a draft.
+    """Looks at a folder of a target or a draft, Hugging Face files or converted weights.
 
     Args:
       folder: the folder.
@@ -70,6 +76,7 @@ def inspect_folder(
         return Report((f"{folder}: no config.json",), (foreign,))
     raw = read_json(folder / "config.json")
     of_draft = is_draft(raw)
+    stored = is_converted(folder)
     lines, faults = [f"{folder}: {'draft' if of_draft else 'target'}"], []
     reference = None if target is None else read_target_config(target)
     try:
@@ -77,11 +84,15 @@ def inspect_folder(
             lines += _draft_lines(raw, reference, causal)
             found = reference or stated_target(raw)
             config = draft_config(raw, found, causal=causal)
-            source = draft_source(folder, config, found.public_vocab)
+            if not stored:
+                source = draft_source(folder, config, found.public_vocab)
         else:
             config = read_target_config(folder, public_vocab=public_vocab)
             lines += describe(config).splitlines()[1:]
-            source = target_source(folder, config)
+            if not stored:
+                source = target_source(folder, config)
+        if stored:
+            return _converted(folder, config, lines)
     except ConfigError as error:
         faults.append(f"config.json: {error}")
         lines += _files_alone(folder, faults)
@@ -91,6 +102,32 @@ def inspect_folder(
         lines += [*_file_lines(source.files), *_use_lines(source)]
         faults += source.faults
     return Report(tuple(lines), tuple(sorted(dict.fromkeys(faults))))
+
+
+def _converted(folder: Path, config: TargetConfig | DraftConfig, lines: list[str]) -> Report:
+    """Of converted weights: what the manifest says, and how the folder differs from it."""
+    of_draft = isinstance(config, DraftConfig)
+    opened = ConvertedFolder(folder, "draft" if of_draft else "target")
+    if of_draft:
+        config = dataclasses.replace(config, own_embedding=opened.has("embedding"))
+    leaves, _ = draft_plan(config) if of_draft else target_plan(config)
+    manifest, faults = opened.manifest, ()
+    try:
+        opened.check(leaves, np.dtype(manifest["dtype"]))
+    except WeightsError as error:
+        faults = error.faults
+    items = manifest["items"].values()
+    entries = [entry for item in items for entry in item.values()]
+    size = sum(math.prod(e["shape"]) * np.dtype(e["dtype"]).itemsize for e in entries) / GB
+    rounded = ", rounded from wider ones" if manifest["rounded"] else ""
+    return Report(
+        (
+            *lines,
+            f"converted by {manifest.get('library')}: {len(items)} items, {len(entries)} leaves, "
+            f"{size:.3f} GB, matrices {manifest['dtype']}{rounded}",
+        ),
+        faults,
+    )
 
 
 def _draft_lines(raw: Mapping, target: TargetConfig | None, causal: bool | None) -> list[str]:

@@ -116,7 +116,7 @@ def draft_source(folder: str | Path, config: DraftConfig, public_vocab: int) -> 
     Raises: WeightsError if the folder has no files to resolve.
     """
     files = _open(folder)
-    table = _Names.of(files, _draft_name, ())
+    table = _Names.of(files, draft_name, ())
     head, faults = plan_own_head(files, table.stored, config, public_vocab)
     config = dataclasses.replace(config, own_embedding=names.OWN_EMBEDDING in table.stored)
     leaves, sizes = names.draft_plan(config)
@@ -156,7 +156,7 @@ def _target_name(name: str) -> str:
     return name
 
 
-def _draft_name(name: str) -> str:
+def draft_name(name: str) -> str:
     bare = name.removeprefix(names.DRAFT_PREFIX)
     bare = names.DRAFT_ALIASES.get(bare, bare)
     stem = bare.removesuffix(".weight")
