@@ -26,6 +26,7 @@ from dflash_jax.sampling.presets import PRESETS, read_generation_config
 from dflash_jax.steps import Models, Params
 from dflash_jax.weights import load_draft, load_target, read_draft_config, read_target_config
 from dflash_jax.weights.inspect import inspect_folder
+from dflash_jax.weights.proposal_head import read_proposal_head, use_proposal_head
 
 PROGRAM = "dflash-jax"
 DTYPES = {"bfloat16": DtypePolicy(), "float32": DtypePolicy.exact()}
@@ -113,6 +114,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-context", type=int, metavar="N", help=positions)
     add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="float32 is for exactness")
     add("--causal", choices=("true", "false"), help="override the draft layers' causality")
+    heads = "propose from all rows, or those of the draft's proposal_head.safetensors"
+    add("--proposal-head", choices=("full", "indexed"), help=f"{heads}; default full")
     add("--public-vocab", type=int, metavar="N", help="ids that may be emitted")
     add("--ignore-eos", action="store_true", help="run on to --max-new-tokens")
     add(
@@ -146,7 +149,9 @@ def prepare(arguments: argparse.Namespace) -> Job:
     Raises:
       ValueError, OSError, NotImplementedError: a fault of the caller, or an unsupported model.
     """
-    for option in ("draft_tokens", "causal", "draft_tree_nodes", "draft_tree_paths"):
+    for option in (
+        "draft_tokens", "causal", "draft_tree_nodes", "draft_tree_paths", "proposal_head",
+    ):
         if arguments.draft is None and getattr(arguments, option) is not None:
             raise ValueError(f"--{option.replace('_', '-')}: expected only with --draft")
     if arguments.raw and arguments.prompt is None:
@@ -300,6 +305,8 @@ def _check(arguments: argparse.Namespace, prompts: list[list[int]]) -> frozenset
     draft = None
     if arguments.draft is not None:
         draft = read_draft_config(arguments.draft, target, causal=_causal(arguments))
+        if arguments.proposal_head == "indexed":
+            read_proposal_head(arguments.draft, target)
     models = _models(arguments, target, draft, len(prompts))
     check_prompts(models, prompts, arguments.max_new_tokens)
     check_widths(models, arguments.draft_tree_nodes)
@@ -318,6 +325,10 @@ def _load(arguments: argparse.Namespace, batch: int) -> tuple[Models, Params]:
         draft, draft_params = load_draft(
             arguments.draft, target, policy, causal=_causal(arguments)
         )
+        if arguments.proposal_head == "indexed":
+            draft, draft_params = use_proposal_head(
+                arguments.draft, target, target_params, draft, draft_params, policy
+            )
     models = _models(arguments, target, draft, batch)
     return models, Params(target=target_params, draft=draft_params)
 
