@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 
 from dflash_jax.config import ConfigError
 from dflash_jax.config.folder import read_json
-from dflash_jax.weights.files import WeightsError
+from dflash_jax.weights.files import WeightsError, is_plain
 from dflash_jax.weights.header import DTYPES
 from dflash_jax.weights.names import PlannedLeaf, Storage
 
@@ -105,6 +105,10 @@ class ConvertedFolder:
             for key in keys
             if self.manifest.get(key) is None
         ]
+        for key in ("items", "small_files", "headers"):
+            named = self.manifest.get(key) or {}
+            if not isinstance(named, dict) or not all(map(is_plain, named)):
+                faults.append(f"{MANIFEST}: {key}: expected names of files in the folder")
         if faults:
             raise WeightsError(self.folder, faults)
 

@@ -62,7 +62,7 @@ class TensorFiles:
         ]
 
     def _open(self, file: str) -> None:
-        if not _plain(file):
+        if not is_plain(file):
             self.faults.append(f"{INDEX}: expected names of files in the folder, got {file!r}")
             return
         path = self.folder / file
@@ -138,7 +138,7 @@ class TensorFiles:
                 yield part
 
 
-def _plain(file: str) -> bool:
+def is_plain(file: str) -> bool:
     """A file name and nothing else: no folder, no parent, no root, no byte a path cannot hold."""
     return file not in ("", ".", "..") and not any(c in file for c in "/\\\0:")
 

@@ -250,6 +250,22 @@ def test_a_folder_of_the_other_kind_or_format_is_refused(kit_draft, tmp_path):
         load_draft(folder, target, DtypePolicy())
 
 
+@pytest.mark.parametrize("key", ["items", "small_files", "headers"])
+def test_names_of_a_manifest_that_lead_out_of_the_folder_are_refused(kit_draft, tmp_path, key):
+    folder, target = damaged(kit_draft, tmp_path / "d")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["rounded"] = False
+    manifest[key]["../outside"] = manifest[key][next(iter(manifest[key]))]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for use in (
+        lambda: load_draft(folder, target, DtypePolicy()),
+        lambda: draft_to_hf(folder, tmp_path / "back", target),
+    ):
+        with pytest.raises(WeightsError, match=f"{key}: expected names of files in the folder"):
+            use()
+    assert not (tmp_path / "outside").exists() and not (tmp_path / "back").exists()
+
+
 def test_inspect_tells_what_was_converted_and_what_is_damaged(kit_draft, tmp_path):
     folder, _ = damaged(kit_draft, tmp_path / "d")
     report = inspect_folder(folder, KIT / "targets" / "tiny")

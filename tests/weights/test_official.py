@@ -138,6 +138,56 @@ def test_other_exports_of_the_35b_resolve_to_the_same_parameters(tmp_path, how):
     assert used(source)[1] == 34_660_610_688
 
 
+def flat(config):
+    """Every draft field at the top level, under a third party's class name."""
+    section = config.pop("dflash_config")
+    return config | section | {"architectures": ["Qwen3DFlash2Model"]}
+
+
+def speculators(config):
+    """Geometry in a section, block ids plus one, the mask of sliding layers as the exporter's."""
+    section, geometry = config.pop("dflash_config"), dict(config)
+    for name in ("architectures", "is_causal", "num_target_layers"):
+        del geometry[name]
+    ids = [i + 1 for i in section.pop("target_layer_ids")]
+    return section | {
+        "architectures": ["DFlash2DraftModel"], "speculators_model_type": "dflash2",
+        "transformer_layer_config": geometry, "aux_hidden_state_layer_ids": ids,
+        "sliding_window_non_causal": True,
+    }  # fmt: skip
+
+
+def prefixed(shapes):
+    return {f"model.{name}": shape for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes"),
+    [(flat, dict), (speculators, dict), (dict, prefixed), (speculators, prefixed)],
+    ids=["flat", "speculators", "model. prefix", "speculators with a prefix"],
+)
+def test_other_exports_of_the_27b_draft_resolve_to_the_same_parameters(tmp_path, config, shapes):
+    tensors = shapes(official.DRAFTS["27B-DFlash2"][1])
+    written = config(official.draft_config("27B-DFlash2"))
+    official.write_folder(tmp_path, written, tensors)
+    source = draft_source(tmp_path, read_draft_config(tmp_path, qwen35_27b()), PUBLIC)
+    source.check()
+    assert source.config == dflash2_27b()
+    assert used(source) == (81, 1_924_404_480)
+
+
+def test_a_speculators_export_with_a_reduced_head_resolves_with_its_map(tmp_path):
+    # The map is a hole and reads as offsets of zero: the first 32000 ids.
+    head = {"lm_head.weight": (32000, 5120), "d2t": (32000,)}
+    tensors = official.DRAFTS["27B-DFlash2"][1] | head
+    written = speculators(official.draft_config("27B-DFlash2"))
+    official.write_folder(tmp_path, written, tensors, {"d2t": "I64"})
+    source = draft_source(tmp_path, read_draft_config(tmp_path, qwen35_27b()), PUBLIC)
+    source.check()
+    assert len(source.head.token_ids) == 32000
+    assert used(source) == (81, 1_924_404_480)
+
+
 @pytest.mark.parametrize(
     ("size", "release"), [("27B", "27B-DFlash2"), ("35B-A3B", "35B-A3B-DFlash")]
 )
