@@ -63,6 +63,7 @@ class RunConfig:
     lanes: int | None = None  # live requests; None means batch
     slots: int | None = None  # state images on the device; None means lanes
     page_size: int = 64
+    pool_pages: int | None = None  # pages of each pool; None means every lane at full length
     chunk: int = 1024  # prefill columns per call
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
     implementation: str = "auto"
@@ -81,6 +82,8 @@ class RunConfig:
         positive_ints(self, "", "lanes slots")
         require(self.lanes >= self.batch, "lanes", f"at least batch = {self.batch}", self.lanes)
         require(self.slots >= self.lanes, "slots", f"at least lanes = {self.lanes}", self.slots)
+        if self.pool_pages is not None:
+            positive_ints(self, "", "pool_pages")
         instance("dtypes", self.dtypes, DtypePolicy)
         legal = is_int(self.max_candidates) and self.max_candidates >= 0
         require(legal, "max_candidates", "a count >= 0", self.max_candidates)
@@ -105,5 +108,5 @@ class RunConfig:
 
     @property
     def pages(self) -> int:
-        """Pages of a pool, enough for every lane at full length."""
-        return self.lanes * self.max_pages
+        """Pages of a pool: as stated, else enough for every lane at full length."""
+        return self.lanes * self.max_pages if self.pool_pages is None else self.pool_pages

@@ -60,8 +60,12 @@ class DeviceBatch:
         """``sampling`` holds the controls of row 0, 1, ...; rows beyond it are greedy.
 
         Raises:
-          ValueError: a bias or an allowed id outside [0, public_vocab).
+          ValueError: a bias or an allowed id outside [0, public_vocab), or a pool that does not
+            hold every row at full length.
         """
+        need = models.run.batch * models.run.max_pages
+        if models.run.pages < need:
+            raise ValueError(f"pool_pages: expected at least {need}, got {models.run.pages}")
         self._models, self._params = models, params
         spare = models.run.batch - len(sampling)
         self._controls = [*sampling, *[SamplingParams()] * spare]
