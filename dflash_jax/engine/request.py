@@ -152,6 +152,23 @@ class Request:
         """The text shown so far."""
         return "".join(piece.text for piece in self.pieces)
 
+    def continued(self, row: int, **changes) -> "Request":
+        """A request of that number that goes on from where this one stands, with some changes.
+
+        It has the same prompt, controls, stops and published tokens, its own counters, nobody to
+        call, and no end. Nothing mutable is shared.
+        """
+        fields = {
+            "row": row, "tokens": list(self.tokens), "pieces": list(self.pieces),
+            "on_tokens": None, "finish_reason": None,
+            "statistics": Statistics(
+                prompt_tokens=len(self.prompt), new_tokens=len(self.tokens)
+            ),
+        }
+        other = dataclasses.replace(self, **(fields | changes))
+        other.watch = self.watch
+        return other
+
     def end(self, reason: FinishReason) -> None:
         """Ends the request and lets out the text still held back; the first reason stands."""
         if self.finish_reason is not None:

@@ -154,10 +154,10 @@ def test_sampled_trees_repeat_by_seed_whatever_the_other_rows(run):
 
 def test_no_request_compiles_a_round_again(run):
     run(max_new_tokens=3)
-    compiled = device._speculate._cache_size()
+    compiled = device.speculate_for_host._cache_size()
     run((1,), max_new_tokens=6, eos_ids=[5])
     run((2, 0, 1), max_new_tokens=8)
-    assert device._speculate._cache_size() == compiled
+    assert device.speculate_for_host._cache_size() == compiled
 
 
 def test_buckets_are_powers_of_two_up_to_the_chunk():
