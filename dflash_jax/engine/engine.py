@@ -7,6 +7,7 @@ nothing.
 """
 
 import asyncio
+import functools
 import itertools
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 
@@ -26,10 +27,12 @@ from dflash_jax.engine.request import (
     Request,
     Statistics,
 )
+from dflash_jax.engine.saved import Saved, identity, load_image, save_image
 from dflash_jax.engine.schedule import Row, Scheduler
 from dflash_jax.engine.text import TextTokenizer
 from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
+from dflash_jax.weights.fingerprint import fingerprint
 
 CHECKPOINTS = ("prompt", "turn")
 Prompt = str | Sequence[int] | Sequence[dict]
@@ -241,8 +244,7 @@ class Engine:
           ValueError: the image is gone, or nothing is left of the budget.
           CapacityError: as `submit`.
         """
-        if image.dropped:
-            raise ValueError("image: expected one that is kept, got one that has been dropped")
+        self._check_there(image)
         request = image.origin.continued(next(self._numbers), **changes)
         if (request.prompt, request.tokens) != (image.origin.prompt, image.origin.tokens):
             raise ValueError("changes: expected the image's own prompt and tokens, got others")
@@ -291,6 +293,50 @@ class Engine:
         if not image.dropped:
             self._store.drop(image)
 
+    def replicate(self, image: StateImage, *, drop_device: bool = False) -> None:
+        """Makes a host copy of an image; it counts only once every byte has arrived.
+
+        Args:
+          drop_device: gives the slot and pages back then.
+        Raises:
+          ValueError: the image is gone.
+          CapacityError: the host budget cannot hold it.
+        """
+        self._check_there(image)
+        self._store.replicate(image)
+        if drop_device:
+            self._store.release_device(image)
+
+    def save(self, image: StateImage, folder) -> None:
+        """Writes an image to a folder; see `engine/saved.py`. Raises ValueError if it is gone."""
+        self._check_there(image)
+        replica = image.replica or self._lanes.to_host(image.holding)
+        save_image(
+            folder, Saved(tokens=image.tokens, origin=image.origin, replica=replica),
+            self._identity,
+        )
+
+    def load(self, folder) -> StateImage:
+        """Reads an image from a folder. It is kept, on the host, until it is dropped.
+
+        Raises:
+          ValueError: it is incomplete, or was made with other weights, models, dtypes, page size or
+            format; or its ids do not fit the run.
+        """
+        decode = None if self.tokenizer is None else self.tokenizer.decode
+        saved = load_image(folder, self._identity, self._lanes.like, decode)
+        if len(saved.tokens) >= self.models.run.max_context:
+            raise ValueError(
+                f"max_context: expected more than {len(saved.tokens)}, "
+                f"got {self.models.run.max_context}"
+            )
+        image = StateImage(
+            tokens=saved.tokens, origin=saved.origin, holding=None, replica=saved.replica,
+            kept=True,
+        )
+        self._store.add(image)
+        return image
+
     # -- tokens of the caller's ----------------------------------------------------------------
 
     def force(self, request: Request, ids: Sequence[int]) -> None:
@@ -332,6 +378,14 @@ class Engine:
             raise ValueError(f"request: expected one that runs, got number {request.row}, which "
                              f"{'waits' if request.finish_reason is None else 'has ended'}")
         return row
+
+    def _check_there(self, image: StateImage) -> None:
+        if image.dropped:
+            raise ValueError("image: expected one that is kept, got one that has been dropped")
+
+    @functools.cached_property
+    def _identity(self) -> dict:
+        return identity(self.models, fingerprint(self.params))
 
     def _recover(self) -> None:
         if self._lanes.lost:

@@ -232,15 +232,26 @@ class Lanes:
         def packed(count):
             return lambda *leaves: np.concatenate(leaves, axis=1)[:, :count].copy()
 
-        layers = [(group.target, group.draft) for group in groups]
-        target = jax.tree.map(packed(len(holding.target_pages)), *[one for one, _ in layers])
-        draft = jax.tree.map(packed(len(holding.draft_pages)), *[one for _, one in layers])
+        target = jax.tree.map(
+            packed(len(holding.target_pages)), *[group.target for group in groups]
+        )
+        draft = jax.tree.map(packed(len(holding.draft_pages)), *[group.draft for group in groups])
         return Replica(slot=slot, pages=images.PageGroup(target=target, draft=draft))
+
+    def like(self, tokens: int) -> Replica:
+        """Shapes and dtypes of the replica of so many tokens."""
+        pages = -(-tokens // self._models.run.page_size)
+        ids = jax.ShapeDtypeStruct((pages,), jnp.int32)
+        one = jax.ShapeDtypeStruct((), jnp.int32)
+        return Replica(
+            slot=jax.eval_shape(images.read_slot, self._state, one),
+            pages=jax.eval_shape(images.read_pages, self._state, ids, ids),
+        )
 
     def from_host(self, holding: Holding, replica: Replica) -> None:
         """Writes a replica into a holding that has as many pages or more."""
         self._state = images.write_slot(self._state, _number(holding.slot), replica.slot)
-        held = jax.tree.leaves(replica.pages.target)[0].shape[1]
+        held = max((leaf.shape[1] for leaf in jax.tree.leaves(replica.pages)), default=0)
         some = dataclasses.replace(
             holding, target_pages=holding.target_pages[:held],
             draft_pages=holding.draft_pages[:held],

@@ -2,6 +2,10 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from dflash_jax.engine import device, lanes
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.generate import generate
@@ -102,3 +106,17 @@ def traces() -> list[int]:
 def embeddings(rows, index, prompt_tokens: int = 3) -> Embeddings:
     """Rows at places of a prompt of text."""
     return Embeddings.at(rows, index, prompt_tokens)
+
+
+def poison_free(engine: Engine, value: float) -> None:
+    """Overwrites every slot and page that nobody holds."""
+    pools, state = engine._pools, jax.tree.map(np.array, engine._lanes.state)
+    slots = np.array(pools._free_slots, int)
+    for leaf in (
+        *jax.tree.leaves((state.target.gdn, state.context.rings)), state.target.continuation
+    ):
+        leaf[slots] = value
+    for layers, pool in ((state.target.kv, pools.target), (state.context.pages, pools.draft)):
+        for leaf in jax.tree.leaves(layers):
+            leaf[:, np.array(pool._free, int)] = value
+    engine._lanes._state = jax.tree.map(jnp.array, state)

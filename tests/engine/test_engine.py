@@ -28,9 +28,9 @@ def submit_all(engine, numbers=range(8), **options):
     }
 
 
-def assert_as_alone(requests, draft="dflash"):
+def assert_as_alone(requests):
     for n, request in requests.items():
-        expected = alone(prompts()[n], 9 + 3 * n, controls(n), draft)
+        expected = alone(prompts()[n], 9 + 3 * n, controls(n))
         assert tuple(request.tokens) == expected.tokens, n
         assert request.finish_reason is FinishReason.LENGTH
         counted = request.statistics
@@ -38,12 +38,11 @@ def assert_as_alone(requests, draft="dflash"):
         assert counted.widths == expected.statistics.widths, n
 
 
-@pytest.mark.parametrize("draft", ["dflash", "dflash2"])
-def test_eight_requests_through_three_rows_each_say_what_they_say_alone(draft):
-    engine = scenes.engine(draft)
+def test_eight_requests_through_three_rows_each_say_what_they_say_alone():
+    engine = scenes.engine()
     requests = submit_all(engine)
     finish(engine)
-    assert_as_alone(requests, draft)
+    assert_as_alone(requests)
     assert sum(request.statistics.accepted for request in requests.values()) > 5
 
 
