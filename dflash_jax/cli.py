@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dflash_jax import chat
 from dflash_jax.config import DraftConfig, DtypePolicy, RunConfig, TargetConfig, describe
 from dflash_jax.config.folder import read_text
 from dflash_jax.engine.checks import check_prompts, is_integer
@@ -54,6 +55,8 @@ class Job:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 2 a caller's fault, 1 a faulty row."""
     arguments = build_parser().parse_args(argv)
+    if arguments.command == "chat":
+        return chat.run(arguments)
     try:
         job = prepare(arguments)
     except (ValueError, OSError, NotImplementedError) as error:
@@ -120,6 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     for option, kind in SAMPLING_OPTIONS.items():
         add(f"--{option.replace('_', '-')}", type=kind, help=f"overrides the preset's {option}")
     add("--quiet", action="store_true", help="print neither geometry nor statistics")
+    chat.add_command(commands)
     return parser
 
 

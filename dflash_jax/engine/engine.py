@@ -180,7 +180,7 @@ class Engine:
             self.cancel(request)
 
     async def astream(self, request: Request) -> AsyncIterator[Piece]:
-        """`stream` for asyncio: other tasks run between rounds, and may stream other requests."""
+        """`stream` for asyncio: other tasks run between rounds and may stream other requests."""
         shown = 0
         try:
             while True:
@@ -217,6 +217,13 @@ class Engine:
         finally:
             self._busy = False
             self._recover()
+
+    def read(self, request: Request) -> int:
+        """How many tokens of a request's prompt have been read so far; for a progress bar."""
+        if request.tokens or request.finish_reason is not None:
+            return len(request.prompt)
+        row = self._schedule.row_of(request)
+        return 0 if row is None else self._schedule.frontier(row)
 
     @property
     def idle(self) -> bool:
