@@ -196,6 +196,7 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """Ends a request where it stands; what it has published stays. Nothing if it has ended."""
+        self._schedule.settle()  # what the device has done is published
         request.end(FinishReason.CANCELLED)
         self._schedule.withdraw(request)
 
@@ -380,6 +381,7 @@ class Engine:
             raise CapacityError(self._schedule.shortage(self._schedule.waiting[0]))
 
     def _row(self, request: Request) -> Row:
+        self._schedule.settle()  # after a step that raised there may be something to enter
         row = self._schedule.row_of(request)
         if row is None or request.finish_reason is not None:
             raise ValueError(f"request: expected one that runs, got number {request.row}, which "

@@ -223,7 +223,8 @@ class Lanes:
 
     def to_host(self, holding: Holding) -> Replica:
         """A packed copy of a holding's slot and pages; complete when this returns."""
-        slot = jax.tree.map(np.asarray, images.read_slot(self._state, _number(holding.slot)))
+        # np.array, since np.asarray on a CPU is a view that keeps the device's array.
+        slot = jax.tree.map(np.array, images.read_slot(self._state, _number(holding.slot)))
         groups = [
             jax.tree.map(np.asarray, images.read_pages(self._state, target, draft))
             for target, draft in self._groups(holding)

@@ -144,10 +144,7 @@ class Scheduler:
         The anchor and all of them but the last are processed; the last is the new anchor. A round
         in flight no longer counts for the row. If the device fails midway, the row ends.
         """
-        self.settle()
         request = row.request
-        if request.finish_reason is not None:
-            return
         decision = preview(request, ids, len(ids))
         run = [*request.ledger, *decision.tokens[:-1]]
         if self._flight is not None:
@@ -173,11 +170,17 @@ class Scheduler:
 
     def step(self) -> bool:
         """One step; False when nothing could be done, which is so when nothing is left to do."""
+        unsettled = not self.settled
         self.settle()
         admitted = self._admit()
         read = self._read_prompts()
         decided = self._round()
-        return admitted or read or decided
+        return unsettled or admitted or read or decided
+
+    @property
+    def settled(self) -> bool:
+        """The host knows everything the device has done, and so does the caller."""
+        return self._pending is None and not self._entered and not self._shown
 
     def settle(self) -> None:
         """Enters everything whose commit has been issued, then shows it."""

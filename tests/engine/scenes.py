@@ -69,11 +69,13 @@ def controls(number: int) -> SamplingParams:
 _alone: dict = {}
 
 
-def alone(prompt, max_new_tokens: int, sampling=GREEDY, draft="dflash"):
+def alone(
+    prompt, max_new_tokens: int, sampling=GREEDY, draft="dflash", batch=BATCH, slots=SLOTS
+):
     """The output of `generate` for one prompt by itself."""
-    key = (tuple(prompt), max_new_tokens, repr(sampling), draft)
+    key = (tuple(prompt), max_new_tokens, repr(sampling), draft, batch, slots)
     if key not in _alone:
-        models, params = pair(draft)
+        models, params = pair(draft, batch, slots)
         (_alone[key],) = generate(
             models, params, [list(prompt)], max_new_tokens=max_new_tokens, sampling=sampling
         )
