@@ -355,3 +355,32 @@ def test_supplied_embeddings_take_the_place_of_tokens_and_are_never_reused():
     plain = engine.submit(masked, max_new_tokens=9)
     assert engine.wait_for(plain).tokens == alone(masked, 9).tokens
     assert plain.statistics.reused_tokens == 0
+
+
+@pytest.mark.slow
+def test_trees_by_live_rows_say_what_trees_say_alone():
+    """Greedy under a table of widths, sampled under one width; forks at every round too."""
+    models, params = scenes.pair("dflash2")
+    mixed = [controls(n) for n in (0, 1, 3)]
+    for widths, sampling in (((8, 6, 0), [scenes.GREEDY] * 3), ((8,), mixed)):
+        engine = scenes.Engine(models, params, tree_nodes=widths)
+        requests = [
+            engine.submit(prompts()[n], max_new_tokens=20, sampling=one)
+            for n, one in zip((1, 3, 4), sampling, strict=True)
+        ]
+        children = []
+        while not engine.idle:
+            for request in requests:
+                if request.tokens and request.finish_reason is None and len(children) < 4:
+                    children.append((engine.fork(request)[0], request))
+            engine.step()
+            check(engine)
+        for n, request, one in zip((1, 3, 4), requests, sampling, strict=True):
+            (expected,) = scenes.generate(
+                models, params, [prompts()[n]], max_new_tokens=20, sampling=one,
+                tree_nodes=widths,
+            )
+            assert tuple(request.tokens) == expected.tokens
+        assert len(children) == 4
+        assert all(child.tokens == request.tokens for child, request in children)
+        assert any(8 in request.statistics.widths for request in requests)
