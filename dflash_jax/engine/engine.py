@@ -18,6 +18,7 @@ from dflash_jax.engine.lanes import Lanes
 from dflash_jax.engine.pages import CapacityError
 from dflash_jax.engine.placement import Waiting, positions_of
 from dflash_jax.engine.pools import Pools
+from dflash_jax.engine.prompts import Prompt, plain_ids, prompt_ids
 from dflash_jax.engine.request import (
     Embeddings,
     FinishReason,
@@ -35,7 +36,6 @@ from dflash_jax.steps import Models, Params
 from dflash_jax.weights.fingerprint import fingerprint
 
 CHECKPOINTS = ("prompt", "turn")
-Prompt = str | Sequence[int] | Sequence[dict]
 
 
 class Engine:
@@ -78,7 +78,7 @@ class Engine:
         if unknown:
             raise ValueError(f"checkpoints: expected some of {CHECKPOINTS}, got {sorted(unknown)}")
         self.models, self.params, self.tokenizer = models, params, tokenizer
-        self._eos_ids = frozenset(eos_ids)
+        self._eos_ids = frozenset(plain_ids(eos_ids))
         self._numbers = itertools.count()
         self._busy = False
         self._lanes = Lanes(models, params)
@@ -127,14 +127,14 @@ class Engine:
           ValueError: what it asks for cannot be run.
           CapacityError: it would never fit the pools, or ``wait`` is False and it does not fit now.
         """
-        ids = self._ids(prompt)
+        ids = prompt_ids(prompt, self.tokenizer)
         stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         request = Request(
             row=next(self._numbers),
             prompt=ids,
             max_new_tokens=max_new_tokens,
-            eos_ids=self._eos_ids if eos_ids is None else frozenset(eos_ids),
-            stop_sequences=tuple(tuple(sequence) for sequence in stop_sequences),
+            eos_ids=self._eos_ids if eos_ids is None else frozenset(plain_ids(eos_ids)),
+            stop_sequences=tuple(map(plain_ids, stop_sequences)),
             stop_strings=stop_strings,
             decode=None if self.tokenizer is None else self.tokenizer.decode,
             sampling=sampling,
@@ -149,11 +149,18 @@ class Engine:
         return request
 
     def generate(self, prompts: Sequence[Prompt], **options) -> list[Output]:
-        """Runs prompts to their end, with the options of `submit`; other requests go on too."""
-        requests = [self.submit(prompt, **options) for prompt in prompts]
-        for request in requests:
-            self.wait_for(request)
-        return [request.output() for request in requests]
+        """Runs prompts to their end, with the options of `submit`; other requests go on too.
+
+        If one of them cannot be run, all of them are cancelled.
+        """
+        requests = []
+        try:
+            for prompt in prompts:
+                requests.append(self.submit(prompt, **options))
+            return [self.wait_for(request) for request in requests]
+        finally:
+            for request in requests:
+                self.cancel(request)
 
     def wait_for(self, request: Request) -> Output:
         """Steps until a request has ended.
@@ -232,6 +239,10 @@ class Engine:
         return not self._schedule.rows and not self._schedule.waiting
 
     # -- images --------------------------------------------------------------------------------
+
+    def find(self, ids: Sequence[int]) -> StateImage | None:
+        """The image that a prompt of these ids would start from, to save or to restore."""
+        return self._store.longest_prefix(plain_ids(ids))
 
     def checkpoint(self, request: Request) -> StateImage:
         """Keeps the state of a running request where it stands; it goes on unchanged.
@@ -362,7 +373,7 @@ class Engine:
         check_ids("ids", ids, self.models.target.public_vocab)
         if len(ids) == 0:
             raise ValueError("ids: expected at least one token, got none")
-        self._schedule.force(row, ids)
+        self._schedule.force(row, plain_ids(ids))
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -401,13 +412,3 @@ class Engine:
             self._lanes.reset()
             self._store.reset()
             self._schedule.release_all(FinishReason.FAULT)
-
-    def _ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt in any of its forms."""
-        if not isinstance(prompt, str) and not any(isinstance(item, dict) for item in prompt):
-            return tuple(prompt)
-        if self.tokenizer is None:
-            raise ValueError("prompt: expected token ids without a tokenizer, got text")
-        if isinstance(prompt, str):
-            return tuple(self.tokenizer.encode(prompt))
-        return tuple(self.tokenizer.chat(prompt))

@@ -112,7 +112,10 @@ class ImageStore:
         fits = (
             image
             for image in self._images
-            if image.reusable and image.tokens == prompt[: image.frontier]
+            if image.reusable
+            and image.frontier <= len(prompt)
+            and image.tokens[-1] == prompt[image.frontier - 1]  # seldom so by chance
+            and image.tokens == prompt[: image.frontier]
         )
         return max(fits, key=lambda one: (one.frontier, one.holding is not None), default=None)
 

@@ -74,6 +74,7 @@ class Scheduler:
         self._placement = Placement(lanes, pools, store)
         self.rows: dict[int, Row] = {}
         self.waiting: collections.deque[Waiting] = collections.deque()
+        self._stuck = False  # the first of the waiting requests did not fit when it was tried
         self._flight: Flight | None = None
         self._pending: list[Entry] | None = None  # entered if the commit was issued, else void
         self._entered: collections.deque[Entry] = collections.deque()  # to be accounted for
@@ -217,10 +218,10 @@ class Scheduler:
             self._pools.give(row.holding)
 
     def _admit(self) -> bool:
-        progress = False
-        while self.waiting:
-            lane = self._free_lane()
-            if lane is None or not self._place(self.waiting[0], lane):
+        progress, self._stuck = False, False
+        while self.waiting and (lane := self._free_lane()) is not None:
+            if not self._place(self.waiting[0], lane):
+                self._stuck = True
                 break
             self.waiting.popleft()
             progress = True
@@ -309,7 +310,7 @@ class Scheduler:
 
     def _nothing_to_admit(self) -> bool:
         reading = any(not row.decoding for row in self.rows.values())
-        return not reading and (not self.waiting or self._free_lane() is None)
+        return not reading and (not self.waiting or self._stuck or self._free_lane() is None)
 
     def _account(self, entry: Entry) -> None:
         request, decision = entry.row.request, entry.decision

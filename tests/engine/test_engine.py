@@ -297,6 +297,26 @@ def test_streams_of_text_join_to_the_output_and_run_side_by_side():
     assert "".join(p.text for p in pieces) == letters.decode(alone(prompts()[2], 15).tokens)
 
 
+def test_generate_runs_text_and_ids_and_cancels_all_if_one_cannot_be_run():
+    engine = scenes.engine()
+    letters = scenes.Letters()
+    texts = [letters.decode(prompts()[n]) for n in (0, 2)]
+    outputs = engine.generate([texts[0], prompts()[2]], max_new_tokens=6)
+    assert [output.tokens for output in outputs] == [alone(prompts()[n], 6).tokens for n in (0, 2)]
+    assert [output.text for output in outputs] == [letters.decode(o.tokens) for o in outputs]
+    assert [output.statistics.prompt_tokens for output in outputs] == [3, 12]
+    with pytest.raises(ValueError, match="prompt: expected ids"):
+        engine.generate([texts[0], [999]], max_new_tokens=6)
+    assert engine.idle
+
+
+def test_ids_may_be_numpy_integers():
+    engine = scenes.engine()
+    request = engine.submit(np.array(prompts()[2]), max_new_tokens=4, eos_ids=np.array([249]))
+    assert engine.wait_for(request).tokens == alone(prompts()[2], 4).tokens
+    assert {type(token) for token in (*request.prompt, *request.eos_ids)} == {int}
+
+
 def test_leaving_a_stream_early_cancels_its_request():
     engine = scenes.engine()
     request = submit_all(engine, (4,))[4]
@@ -315,6 +335,7 @@ def test_leaving_a_stream_early_cancels_its_request():
         ({"max_new_tokens": 126}, r"max_context: expected at least 129 .*, got 128"),
         ({"eos_ids": [-1]}, "eos_ids: expected ids"),
         ({"stop_strings": [""]}, "stop_strings: expected strings that are not empty"),
+        ({"prompt": [1.0]}, r"prompt: expected ids in \[0, 250\), got 1.0"),
         ({"stop_sequences": [[]]}, "stop_sequences: expected at least one id"),
         ({"sampling": 3}, "sampling: expected SamplingParams, got int"),
         ({"sampling": scenes.SamplingParams(logit_bias={300: 1.0})}, "logit_bias: expected ids"),

@@ -1,9 +1,11 @@
 """Forced tokens: published, counted, charged, processed; what follows is what their prompt says."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from dflash_jax.engine.request import FinishReason
+from dflash_jax.engine.request import Embeddings, FinishReason
 from tests.engine import scenes
 from tests.engine.scenes import GREEDY, alone, prompts, sampled
 
@@ -53,6 +55,28 @@ def test_forcing_right_after_the_first_token_and_twice():
     forced = [*said, 50, 51, 52]
     expected = alone((*prompts()[1], *forced), BUDGET - len(forced))
     assert request.tokens == [*forced, *expected.tokens]
+
+
+def test_forced_tokens_behind_a_picture_keep_its_rotation():
+    """As a prompt that holds them at positions that go on from the picture's."""
+    line = np.repeat(9 * np.arange(30, dtype=np.int32)[:, None], 3, axis=1)
+    rows, index = np.ones((1, 64), np.float32), np.array([7])
+    given = Embeddings(rows=rows, index=index, positions=line, rope_delta=9 * 30 - 30)
+    engine = scenes.engine()
+    request = running(engine, 5, embeddings=given)
+    said, ids = list(request.tokens), list(range(40, 60))
+    engine.force(request, ids)
+    scenes.finish(engine)
+    prompt = [*prompts()[1], *said, *ids]
+    behind = np.repeat(np.arange(30, len(prompt), dtype=np.int32)[:, None], 3, axis=1)
+    longer = dataclasses.replace(
+        given, positions=np.concatenate([line, behind + np.int32(given.rope_delta)])
+    )
+    expected = engine.submit(
+        prompt, max_new_tokens=BUDGET - len(said) - 20, embeddings=longer
+    )
+    scenes.finish(engine)
+    assert request.tokens == [*said, *ids, *expected.tokens]
 
 
 def test_the_same_seed_and_forced_tokens_say_the_same_again():

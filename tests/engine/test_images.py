@@ -136,7 +136,8 @@ def test_an_ended_turn_with_more_budget_goes_on(sampling):
     )
     engine.wait_for(request)
     assert request.finish_reason is FinishReason.EOS and len(request.tokens) <= 10
-    turn = engine._store.exact((*prompts()[1], *request.tokens[:-1]))
+    turn = engine.find(request.ledger)
+    assert turn.tokens == (*prompts()[1], *request.tokens[:-1])
     again = engine.restore(turn, eos_ids=frozenset())
     finish(engine)
     assert len(again.tokens) == BUDGET
