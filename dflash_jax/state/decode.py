@@ -38,7 +38,8 @@ class Rows:
 
 @struct.dataclass
 class DecodeState:
-    """Everything that survives a round. New values come from prefill, materialize and commit only.
+    """Everything that survives a round. New values come from prefill, materialize and commit only;
+    between rounds `steps/images.py` copies whole slots and pages.
 
     target:   `TargetState`, covers [0, F) of each lane.
     context:  `DraftContext`, covers [0, F_ctx).

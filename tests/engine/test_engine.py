@@ -46,6 +46,21 @@ def test_eight_requests_through_three_rows_each_say_what_they_say_alone():
     assert sum(request.statistics.accepted for request in requests.values()) > 5
 
 
+def test_without_a_draft_it_is_plain_decoding_with_everything_else():
+    engine = scenes.engine(None)
+    request = engine.submit(prompts()[1], max_new_tokens=18, sampling=controls(1))
+    for _ in range(8):
+        engine.step()
+    others = [*engine.fork(request), engine.restore(engine.checkpoint(request))]
+    finish(engine)
+    follow = engine.submit(request.ledger, max_new_tokens=3)
+    finish(engine)
+    expected = alone(prompts()[1], 18, controls(1), None)
+    assert [tuple(one.tokens) for one in (request, *others)] == [expected.tokens] * 3
+    assert follow.statistics.reused_tokens == len(request.ledger) - 1
+    assert tuple(follow.tokens) == alone(request.ledger, 3, controls(0), None).tokens
+
+
 def test_requests_that_join_between_rounds_change_nothing_and_compile_nothing():
     engine = scenes.engine(checkpoints=())
     first = submit_all(engine, (5, 6))

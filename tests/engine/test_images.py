@@ -218,6 +218,23 @@ def test_images_make_room_for_requests_least_recently_used_first():
     assert prompts()[2] not in left and prompts()[0] in left
 
 
+def test_nothing_is_given_up_for_a_request_that_would_not_fit_even_then():
+    engine = scenes.engine()
+    for n in (0, 2, 4):
+        engine.generate([prompts()[n]], max_new_tokens=4)
+    before = list(engine._store)
+    assert len(before) == 6
+    ballast = engine._pools.take(16 * engine._pools.target.num_free)
+    request = engine.submit(prompts()[5], max_new_tokens=80)  # eight pages; images hold seven
+    with pytest.raises(CapacityError, match="pages: need 8, have 0 of 24"):
+        engine.wait_for(request)
+    engine.cancel(request)
+    with pytest.raises(CapacityError, match="pages: need 8, have 0 of 24"):
+        engine.submit(prompts()[5], max_new_tokens=80, wait=False)
+    assert list(engine._store) == before
+    check(engine, ballast)
+
+
 def test_budgets_in_bytes_hold_on_the_device_and_on_the_host():
     probe = scenes.engine()
     one_page = probe._lanes.slot_bytes + probe._lanes.page_bytes
