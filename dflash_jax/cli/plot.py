@@ -34,7 +34,7 @@ def write_plot(file: Path, statistics: Statistics, rounds: Sequence[int], title:
     figure.suptitle(title)
     by_position = statistics.accepted_by_position
     positions = range(1, len(by_position) + 1)
-    before = [statistics.rounds, *by_position[:-1]]
+    before = [statistics.rounds, *by_position][: len(by_position)]
     left.bar(positions, [_share(n, statistics.rounds) for n in by_position], color="tab:green",
              label="with all before it")
     left.plot(positions, [_share(n, m) for n, m in zip(by_position, before, strict=True)],
