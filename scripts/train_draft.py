@@ -122,7 +122,7 @@ def train(arguments, target, target_params):
     resume = arguments.out.with_name(arguments.out.name + ".resume")
     data = draft_data(target, target_params, np.asarray(sequences), features)
     fitted = fit_draft(objective, data, fit, folder=resume)
-    write_draft(arguments.out, config, fitted)
+    write_draft(arguments.out, target, config, fitted)
     discard_checkpoint(resume)
     prompts = prompts_by_file(
         prepared.held_out, arguments.held_out_prompts, arguments.prompt, arguments.seed + 2

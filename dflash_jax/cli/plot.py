@@ -40,8 +40,8 @@ def write_plot(file: Path, statistics: Statistics, rounds: Sequence[int], title:
     left.plot(positions, [_share(n, m) for n, m in zip(by_position, before, strict=True)],
               color="black", marker="o", label="given all before it")
     left.set(xlabel="position of the proposal", ylabel="share of rounds that accept it",
-             ylim=(0.0, 1.05), xticks=list(positions))
-    left.legend()
+             ylim=(0.0, 1.25), xticks=list(positions))
+    left.legend(loc="upper center", ncols=2)
     widest = max(rounds, default=1)
     counts = [rounds.count(width) for width in range(1, widest + 1)]
     right.bar(range(1, widest + 1), counts, color="tab:blue")

@@ -88,7 +88,7 @@ def make_pair(
         with clock(name):
             masters[name] = fit_draft(recipe.draft_objective(target, config), data, recipe.draft,
                                       folder=out / "resume" / name, name=name)
-            write_draft(out / name, config, masters[name])
+            write_draft(out / name, target, config, masters[name])
     del data, features
     outcomes = {}
     for name, config in drafts.items():
@@ -124,10 +124,13 @@ def write_target(folder: Path, config: TargetConfig, fitted: FitResult, prepared
         write_tokenizer(partial, prepared.tokenizer)
 
 
-def write_draft(folder: Path, config: DraftConfig, fitted: FitResult) -> None:
+def write_draft(
+    folder: Path, target: TargetConfig, config: DraftConfig, fitted: FitResult
+) -> None:
     """A Hugging Face folder in bfloat16."""
     with replacing(folder, need_bytes=2 * count(fitted.params)) as partial:
-        save_draft(partial, config, _host(draft_params(config, fitted.params, SERVING)))
+        params = _host(draft_params(config, fitted.params, SERVING))
+        save_draft(partial, config, params, target_layers=target.num_layers)
 
 
 def held_out_prompts(recipe: Recipe, prepared: Prepared) -> list[list[int]]:
