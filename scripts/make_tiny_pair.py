@@ -95,7 +95,7 @@ def main() -> int:
         target = (smoke_target if arguments.smoke else pair_target)(prepared.facts["ids"])
         recipe = recipe_of(arguments)
         outcomes = make_pair(recipe, target, prepared, arguments.out, command=command)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"make_tiny_pair: error: {error}", file=sys.stderr)
         return 2
     show({name: outcome.figures for name, outcome in outcomes.items()})

@@ -46,11 +46,16 @@ def continuations(models: Models, params, prompts, *, temperature: float, seed: 
       temperature: 0 takes the argmax; above it, a draw from the softmax of the public logits.
     Returns:
       [N, P + new_tokens] int32 NumPy array.
+    Raises: ValueError for a shape, or for ids that the target does not have.
     """
     prompts, batch = np.asarray(prompts, np.int32), models.run.batch
     if prompts.ndim != 2 or len(prompts) % batch:
         raise ValueError(f"prompts: expected [N, P] with N a multiple of {batch}, "
                          f"got {prompts.shape}")
+    public = models.target.public_vocab
+    if prompts.size and not 0 <= prompts.min() <= prompts.max() < public:
+        raise ValueError(f"vocabulary: expected prompts of ids in [0, {public}), got "
+                         f"{prompts.min()}..{prompts.max()}")
     heat, key = np.float32(temperature), jax.random.key(seed)
     pair = Params(target=params, draft={})
     written = [

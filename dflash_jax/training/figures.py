@@ -89,6 +89,8 @@ def measure_folders(folder: Path) -> dict[str, DraftFigures]:
     say = Progress("measure").say
     report = read_json(folder / REPORT)
     prompts = read_prompts(folder / PROMPTS)
+    if len(lengths := {len(prompt) for prompt in prompts}) != 1:
+        raise ValueError(f"{PROMPTS}: expected prompts of one length, got {sorted(lengths)}")
     new_tokens = report["recipe"]["held_out_tokens"]
     target, target_params = load_target(folder / "target", SERVING)
     drafts = {name: load_draft(folder / name, target, SERVING) for name in DRAFTS}
@@ -113,17 +115,14 @@ def write_report(folder: Path, report: dict) -> None:
 
 
 def read_prompts(file: Path) -> list[list[int]]:
-    """Raises: ValueError unless the file holds equally long, non-empty lists of integers."""
+    """Raises: ValueError unless the file holds lists of integers, none of them empty."""
     try:
         rows = json.loads(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file}: expected a JSON list of id lists, got {error}") from error
-    good = isinstance(rows, list) and rows and all(isinstance(row, list) for row in rows)
+    good = isinstance(rows, list) and rows and all(isinstance(row, list) and row for row in rows)
     if not good or not all(type(token) is int for row in rows for token in row):
         raise ValueError(f"{file}: expected a JSON list of id lists, got something else")
-    lengths = {len(row) for row in rows}
-    if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(f"{file}: expected lists of one length, got {sorted(lengths)}")
     return rows
 
 

@@ -165,7 +165,7 @@ def _entry(outcome: DraftOutcome, fitted: FitResult) -> dict:
 def _losses(fitted: FitResult) -> list[list[float]]:
     """About twenty (step, loss) of a fit."""
     every = max(1, len(fitted.history) // 20)
-    kept = [*fitted.history[::every], fitted.history[-1]]
+    kept = [*fitted.history[::every], *fitted.history[-1:]]
     return [[step, round(float(metrics["loss"]), 4)] for step, metrics in kept]
 
 
