@@ -76,7 +76,7 @@ def main() -> int:
     add("--draft-seconds", type=float, metavar="S", help="the same for each draft")
     add("--save-every", type=int, default=0, metavar="N", help="steps between resume points")
     add("--compile-cache", type=Path, metavar="DIR", help="compile ahead, into this folder")
-    add("--smoke", action="store_true", help="a minute on a CPU: tiny models and batches")
+    add("--smoke", action="store_true", help="tiny models and batches, for a CPU")
     arguments = parser.parse_args()
     try:
         if arguments.measure:
