@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dflash_jax.assets import DRAFTS
@@ -186,6 +186,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for option, kind in SAMPLING_OPTIONS.items():
         add(f"--{option.replace('_', '-')}", type=kind, help=f"overrides the preset's {option}")
+    _add_output_options(add)
+    return parser
+
+
+def _add_output_options(add: Callable[..., object]) -> None:
     add("--compare", action=argparse.BooleanOptionalAction,
         help="decode again without the draft; by default only with the shipped target")
     add("--show-accepted", action="store_true", help="mark text of accepted proposals")
@@ -194,7 +199,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, metavar="FILE",
         help="write a picture of acceptance by position and tokens a round (needs matplotlib)")
     add("--quiet", action="store_true", help="print neither geometry nor statistics")
-    return parser
 
 
 def prepare(arguments: argparse.Namespace) -> Job:
