@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from dflash_jax.assets import DRAFTS, tiny_pair_path
 from dflash_jax.config import DtypePolicy, RunConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.generate import run_draft_tokens
@@ -18,7 +19,6 @@ from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
 from dflash_jax.weights import load_draft, load_target
 
-ASSETS = Path(__file__).with_name("assets")
 HELP = "/new forgets the conversation, /quit leaves; Ctrl-C ends an answer"
 SLOTS = 4  # the conversation's, and three for checkpoints
 BAR = 30
@@ -65,7 +65,7 @@ def load_engine(arguments: argparse.Namespace) -> Engine:
     if arguments.target is None:
         if arguments.draft is not None:
             raise ValueError("--draft: expected only with --target")
-        folders = (ASSETS / "target", ASSETS / "dflash2")
+        folders = (tiny_pair_path("target"), tiny_pair_path(DRAFTS[0]))
     policy = DtypePolicy.exact() if arguments.dtype == "float32" else DtypePolicy()
     tokenizer = TextTokenizer.load(folders[0])
     target, target_params = load_target(folders[0], policy)

@@ -11,11 +11,11 @@ device runs the next round.
 
 import argparse
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 
+from dflash_jax.assets import tiny_pair_path
 from dflash_jax.config import DtypePolicy, RunConfig
 from dflash_jax.engine import schedule
 from dflash_jax.engine.engine import Engine
@@ -24,7 +24,6 @@ from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
 from dflash_jax.weights import load_draft, load_target
 
-ASSETS = Path(__file__).parents[1] / "dflash_jax" / "assets"
 PROMPT = "def read_lines(path):\n    with open(path) as f:\n"
 PARTS = (
     "waiting for the result", "decision", "commit call", "accounting", "speculate call",
@@ -61,13 +60,13 @@ def main() -> None:
 def make_engine(options) -> Engine:
     """The shipped pair with DFlash2, without checkpoints."""
     policy = DtypePolicy.exact() if options.dtype == "float32" else DtypePolicy()
-    target, target_params = load_target(ASSETS / "target", policy)
-    draft, draft_params = load_draft(ASSETS / "dflash2", target, policy)
+    target, target_params = load_target(tiny_pair_path("target"), policy)
+    draft, draft_params = load_draft(tiny_pair_path("dflash2"), target, policy)
     run = RunConfig(draft_tokens=7, batch=options.batch, max_context=2048, dtypes=policy)
     return Engine(
         Models(target=target, draft=draft, run=run),
         Params(target=target_params, draft=draft_params),
-        tokenizer=TextTokenizer.load(ASSETS / "target"), checkpoints=(),
+        tokenizer=TextTokenizer.load(tiny_pair_path("target")), checkpoints=(),
     )
 
 

@@ -81,7 +81,10 @@ class DeviceBatch:
         self._models, self._params = models, params
         spare = models.run.batch - len(sampling)
         self._controls = [*sampling, *[SamplingParams()] * spare]
-        self._sampling = SamplingArrays.of(self._controls, models.target.public_vocab)
+        if all(one.is_plain for one in self._controls):  # its programs hold no sampling at all
+            self._sampling = SamplingArrays.greedy(models.run.batch)
+        else:
+            self._sampling = SamplingArrays.of(self._controls, models.target.public_vocab)
         self._state = models.zeros()
         self._rows: Rows | None = None
         self._live: tuple[int, ...] | None = None

@@ -44,17 +44,18 @@ def gated_delta_verify(
       live:       [B] int32, columns that exist; the others come last.
       chain:      promises parent = column - 1 and skips keeping a state per column. Static.
       implementation: "xla", "pallas", "interpret" or "auto". Static; the fold must use the same
-        one. The kernel serves chains; "auto" takes it on a GPU where it fits.
+        one. "auto" takes the kernel on a GPU where it fits.
     Returns:
       [B, W, Hv, Dv] fp32; columns >= live are exactly zero.
     Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 6.3.4 and 8.4.
     """
     _check(key, value, decay, recurrent)
-    form = _choose(implementation, key, value, chain)
+    form = _choose(implementation, key, value)
     if form != "xla":
         return kernels.verify(
-            query, key, value, decay, recurrent, slot, live, interpret=form == "interpret"
+            query, key, value, decay, recurrent, slot, None if chain else parent, live,
+            interpret=form == "interpret",
         )
     state = recurrent[jnp.minimum(slot, recurrent.shape[0] - 1)]
     inputs = {"query": query, "key": key, "value": value, "decay": decay}
@@ -65,8 +66,7 @@ def gated_delta_verify(
 
 
 def gated_delta_fold(
-    key, value, decay, recurrent, path, read_slot, write_slot, count, *,
-    chain=True, implementation="auto",
+    key, value, decay, recurrent, path, read_slot, write_slot, count, *, implementation="auto"
 ):
     """Applies the first `count` records of each row, in path order, to its state.
 
@@ -77,13 +77,13 @@ def gated_delta_fold(
       read_slot, write_slot: [B] int32, the state that verification read, and where to put the
         result. Written slots are distinct and are no other row's read slot; out of range: idle.
       count:      [B] int32, records to apply, 0..W; 0 writes nothing.
-      chain, implementation: those of the verification. Static.
+      implementation: that of the verification. Static.
     Returns:
       recurrent with each row's written slot bit for bit the state after `count` steps.
     Source: contracts 9.3.
     """
     _check(key, value, decay, recurrent)
-    form = _choose(implementation, key, value, chain)
+    form = _choose(implementation, key, value)
     if form != "xla":
         return kernels.fold(
             key, value, decay, recurrent, path, read_slot, write_slot, count,
@@ -207,13 +207,24 @@ def _advance(state, key, value, decay):
     k = _per_value_head(l2norm(key), state.shape[1])
     alpha = jnp.exp(decay[..., 0])[..., None, None]
     decayed = alpha * state
-    delta = decay[..., 1:] * (value.astype(jnp.float32) - jnp.sum(decayed * k, axis=-1))
+    delta = decay[..., 1:] * (value.astype(jnp.float32) - _along_keys(decayed, k))
     return decayed + delta[..., None] * k
 
 
 def _read(state, query):
     q = _per_value_head(l2norm(query), state.shape[1])
-    return jnp.sum(state * q, axis=-1) * state.shape[-1] ** -0.5
+    return _along_keys(state, q) * state.shape[-1] ** -0.5
+
+
+def _along_keys(state, x):
+    """[B, Hv, Dv, Dk] and [B, Hv, 1, Dk] -> [B, Hv, Dv], products summed over Dk.
+
+    On a CPU a product with a vector: XLA runs the sum eight times slower there. On a GPU the sum:
+    a product's kernel may be chosen anew in each program, and fold and verification part.
+    """
+    if choose("auto", gpu="sum", other="product") == "sum":
+        return jnp.sum(state * x, axis=-1)
+    return _einsum("bhvk,bhk->bhv", state, x[:, :, 0])
 
 
 def _per_value_head(x, value_heads: int):
@@ -221,10 +232,10 @@ def _per_value_head(x, value_heads: int):
     return jnp.repeat(x, value_heads // x.shape[1], axis=1)[:, :, None, :]
 
 
-def _choose(implementation: str, key, value, chain: bool) -> str:
+def _choose(implementation: str, key, value) -> str:
     """The form to run: "xla", "pallas" or "interpret"."""
     key_dim, value_dim = key.shape[-1], value.shape[-1]
-    fits = chain and kernels.supports(key_dim, value_dim)
+    fits = kernels.supports(key_dim, value_dim)
     form = choose(implementation, gpu="pallas" if fits else "xla", other="xla")
     if form not in ("xla", "pallas", "interpret"):
         raise ValueError(
@@ -232,8 +243,8 @@ def _choose(implementation: str, key, value, chain: bool) -> str:
         )
     if form != "xla" and not fits:
         raise NotImplementedError(
-            f"gated_delta_rule: the kernel takes chains with power-of-two heads of at least 16, "
-            f"got key {key_dim}, value {value_dim}, chain {chain}"
+            f"gated_delta_rule: the kernel takes power-of-two heads of at least 16, "
+            f"got key {key_dim}, value {value_dim}"
         )
     return form
 

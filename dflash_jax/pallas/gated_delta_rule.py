@@ -1,12 +1,14 @@
 """Verification and fold of the gated delta rule with the state in registers.
 
-Implements: ops/gated_delta_rule.py, `gated_delta_verify` on a chain and `gated_delta_fold`.
+Implements: ops/gated_delta_rule.py, `gated_delta_verify` and `gated_delta_fold`.
 Matches when: Dk and Dv are powers of two, at least 16.
 Assumes: rows of one call write distinct slots, and no row reads a slot that another writes.
 
-One program owns a [tile, Dk] piece of one value head's state of one row and walks the columns. Both
+One program owns a [tile, Dk] piece of one value head's state of one row and walks the columns. All
 kernels inline the same step on the same tile with the same warps, so a fold reproduces
-verification's trajectory bit for bit.
+verification's trajectory bit for bit. On a tree a column whose parent is the column before it goes
+on from the registers; any other walks its path again from the committed state, which costs a few
+steps and no memory for states.
 """
 
 from dataclasses import dataclass
@@ -34,29 +36,35 @@ def supports(key_dim: int, value_dim: int) -> bool:
     return all(is_power_of_two(n) and n >= 16 for n in (key_dim, value_dim))
 
 
-def verify(query, key, value, decay, recurrent, slot, live, *, interpret, tiles=None):
-    """Outputs of a chain of columns; `recurrent` is the pool [slots, Hv, Dv, Dk], read only.
+def verify(query, key, value, decay, recurrent, slot, parent, live, *, interpret, tiles=None):
+    """Outputs of the columns; `recurrent` is the pool [slots, Hv, Dv, Dk], read only.
 
-    Args: as in the op, with slot [B] int32 (idle rows out of range) in place of gathered states.
+    Args: as in the op, with slot [B] int32 (idle rows out of range) in place of gathered states;
+      parent is None for a chain.
     Returns:
       [B, W, Hv, Dv] fp32; columns >= live are exactly zero.
     """
     tiles = tiles or Tiles()
     batch, columns, value_heads, value_dim = value.shape
     rows = min(tiles.value_dim, value_dim)
+    trail = () if parent is None else _trails(parent)
 
-    def kernel(query, key, value, decay, pool, slot, live, out):
+    def kernel(query, key, value, decay, pool, slot, live, *rest):
+        *trail, out = rest
         row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         place = pl.ds(part * rows, rows)
         count = live[row]
-        state = pool[jnp.minimum(slot[row], pool.shape[0] - 1), head, place, :]
+        committed = pool[jnp.minimum(slot[row], pool.shape[0] - 1), head, place, :]
+
+        def advance(state, index):
+            return _step(state, row, index, head, place, key, value, decay)
 
         def column(index, state):
-            state = _step(state, row, index, head, place, key, value, decay)
+            state = _along(trail, row, index, committed, state, advance)
             out[row, index, head, place] = _read(state, query, row, index, head, value_heads)
             return state
 
-        lax.fori_loop(0, count, column, state)
+        lax.fori_loop(0, count, column, committed)
 
         def blank(index, carry):
             out[row, index, head, place] = jnp.zeros((rows,), jnp.float32)
@@ -64,16 +72,49 @@ def verify(query, key, value, decay, recurrent, slot, live, *, interpret, tiles=
 
         lax.fori_loop(count, columns, blank, 0)
 
+    operands = (query, key, value, decay, recurrent, slot, live, *trail)
     return gpu_call(
         kernel,
-        name="gated_delta_verify",
+        name="gated_delta_verify" if parent is None else "gated_delta_verify_tree",
         out_shape=jax.ShapeDtypeStruct(value.shape, jnp.float32),
         grid=(batch, value_heads, value_dim // rows),
-        in_specs=[WHOLE] * 7,
+        in_specs=[WHOLE] * len(operands),
         out_specs=WHOLE,
         interpret=interpret,
         num_warps=tiles.num_warps,
-    )(query, key, value, decay, recurrent, slot, live)
+    )(*operands)
+
+
+def _trails(parent):
+    """Per column its root path [B, W, W] int32, where on it to begin, and its length [B, W].
+
+    A column behind its parent begins at its own step, any other at the root.
+    """
+    width = parent.shape[1]
+    index = jnp.arange(width, dtype=jnp.int32)
+    on_path = [jnp.broadcast_to(index == 0, parent.shape)]
+    for column in range(1, width):
+        above = jnp.stack(on_path, axis=1)
+        taken = jnp.take_along_axis(above, parent[:, column][:, None, None], axis=1, mode="clip")
+        on_path.append(taken[:, 0] | (index == column))
+    on_path = jnp.stack(on_path, axis=1)
+    length = jnp.sum(on_path, axis=-1, dtype=jnp.int32)
+    # Ancestors come before their descendants, so ascending columns are the path.
+    path = jnp.sort(jnp.where(on_path, index, width), axis=-1)
+    behind = (index > 0) & (parent == index - 1)
+    return path, jnp.where(behind, length - 1, 0), length
+
+
+def _along(trail, row, index, committed, state, advance):
+    """The state of a column from that of the column before it."""
+    if not trail:
+        return advance(state, index)
+    path, begin, length = trail
+    first = begin[row, index]
+    state = jnp.where(first == 0, committed, state)
+    return lax.fori_loop(
+        first, length[row, index], lambda i, state: advance(state, path[row, index, i]), state
+    )
 
 
 def fold(key, value, decay, recurrent, path, read_slot, write_slot, count, *, interpret,

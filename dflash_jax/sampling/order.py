@@ -9,6 +9,7 @@ from jax import lax
 from dflash_jax.ops.dispatch import choose
 
 _DIGIT = 4  # bits that one pass over the values decides
+_DIGITS = np.arange(1 << _DIGIT, dtype=np.uint32)
 _BLOCK = 256  # ids whose weights the inverse CDF sums before it looks inside
 
 
@@ -51,7 +52,6 @@ def shortest_prefix(keys, weights, goal) -> Cutoff:
     Source: contracts 7.1, steps 4 and 7.
     """
     place = jnp.asarray(places(keys.shape[-1]))
-    digits_of_a_pass = jnp.arange(1 << _DIGIT, dtype=jnp.uint32)
     cut = Cutoff(key=jnp.zeros(goal.shape, jnp.uint32), place=jnp.zeros(goal.shape, jnp.uint32))
     # A loop on a GPU would leave the captured graph of the round; elsewhere it compiles faster.
     unrolled = choose("auto", gpu="unrolled", other="loop") == "unrolled"
@@ -60,12 +60,10 @@ def shortest_prefix(keys, weights, goal) -> Cutoff:
 
         def decide(step, cut, name=name, digits=digits):
             shift = jnp.uint32(_DIGIT) * (digits - 1 - step).astype(jnp.uint32)
-            spread = jax.tree.map(lambda x: jnp.repeat(x[..., None], 1 << _DIGIT, axis=-1), cut)
-            trials = getattr(spread, name) | (digits_of_a_pass << shift)
-            inside = _beyond(keys[..., None, :], place, spread.replace(**{name: trials}))
-            mass = jnp.sum(jnp.where(inside, weights[..., None, :], 0.0), axis=-1)
+            trials = [getattr(cut, name) | (np.uint32(digit) << shift) for digit in _DIGITS]
+            mass = _masses(keys, place, weights, [cut.replace(**{name: x}) for x in trials])
             # The largest digit whose prefix still reaches the goal; digit 0 always does.
-            digit = jnp.max(jnp.where(mass >= goal[..., None], digits_of_a_pass, 0), axis=-1)
+            digit = jnp.max(jnp.where(mass >= goal, _DIGITS.reshape(-1, *(1,) * goal.ndim), 0), 0)
             return cut.replace(**{name: getattr(cut, name) | (digit << shift)})
 
         cut = lax.fori_loop(0, digits, decide, cut, unroll=unrolled)
@@ -107,6 +105,18 @@ def inverse_cdf(weights, u):
 def _beyond(keys, place, cut: Cutoff):
     key, edge = cut.key[..., None], cut.place[..., None]
     return (keys > key) | ((keys == key) & (place >= edge))
+
+
+def _masses(keys, place, weights, cuts):
+    """[cuts, ...] fp32 sums of the weights inside each cut; one reduction of many operands reads
+    the values once."""
+    parts = [jnp.where(_beyond(keys, place, cut), weights, 0.0) for cut in cuts]
+    zeros = [np.float32(0.0)] * len(parts)
+
+    def add(left, right):
+        return [x + y for x, y in zip(left, right, strict=True)]
+
+    return jnp.stack(lax.reduce(parts, zeros, add, (weights.ndim - 1,)))
 
 
 def _first_beyond(cumulative, goal, weights):

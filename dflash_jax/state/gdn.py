@@ -56,22 +56,20 @@ class GdnRecords:
     conv_input: jax.Array
 
 
-def fold(
-    state: GdnState, records: GdnRecords, rows, path, count, *, chain=True, implementation
-) -> GdnState:
+def fold(state: GdnState, records: GdnRecords, rows, path, count, *, implementation) -> GdnState:
     """Applies the first `count` records along `path` to each row's state.
 
     Args:
       rows: `Rows`; states are read at read_slot and written at write_slot.
       path: [B, cols] int32, columns in order; entries past count are never applied.
-      chain, implementation: those of the verification that left the records. Static.
+      implementation: that of the verification that left the records. Static.
       count: [B] int32; a row with 0 leaves every byte unchanged.
     Source: contracts 9.3.
     """
     slots = state.conv.shape[0]
     recurrent = gated_delta_fold(
         records.key, records.value, records.decay, state.recurrent, path, rows.read_slot,
-        rows.write_slot, count, chain=chain, implementation=implementation,
+        rows.write_slot, count, implementation=implementation,
     )
     history = state.conv[jnp.minimum(rows.read_slot, slots - 1)]
     moved = shift_history(history, records.conv_input, path, count)

@@ -11,15 +11,9 @@ from dflash_jax.state.scratch import RoundScratch
 from dflash_jax.steps.models import Models
 
 
-@functools.partial(jax.jit, static_argnames=("models", "chain"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
 def commit(
-    models: Models,
-    state: DecodeState,
-    rows: Rows,
-    scratch: RoundScratch,
-    committed,
-    *,
-    chain: bool | None = None,
+    models: Models, state: DecodeState, rows: Rows, scratch: RoundScratch, committed
 ) -> DecodeState:
     """Moves the state by `committed` columns along the accepted path. ✎ Donates `state`.
 
@@ -29,13 +23,10 @@ def commit(
     Args:
       scratch: of the round just run on this state.
       committed: [B] int32, N in 0..L of each row; N < L only for a row that ends.
-      chain: what `verify` was told: the fold must take the same form. None: what `speculate` does
-        for these models. Static.
     Returns:
       state with F + N; rows with N = 0, and every other lane, are bit-identical.
     Source: contracts 9.2 and 9.3.
     """
-    chain = not models.run.tree_nodes if chain is None else chain
     verification, path = scratch.verification, scratch.acceptance.path
     path = jnp.minimum(path, verification.hidden.shape[1] - 1)
     before = state.sequence.gather(rows.lane)
@@ -49,10 +40,7 @@ def commit(
         for pages, (key, value) in zip(state.target.kv, verification.kv_rows, strict=True)
     )
     gdn = tuple(
-        fold(
-            layer, records, rows, path, committed,
-            chain=chain, implementation=models.run.implementation,
-        )
+        fold(layer, records, rows, path, committed, implementation=models.run.implementation)
         for layer, records in zip(state.target.gdn, verification.gdn_records, strict=True)
     )
     last = jnp.maximum(committed - 1, 0)[:, None]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_jax.config import DtypePolicy, RunConfig
+from dflash_jax.config import DtypePolicy, RunConfig, tiny_target
 from dflash_jax.engine import device
 from dflash_jax.engine.generate import generate
 from dflash_jax.engine.request import FinishReason, total_statistics
@@ -191,3 +191,15 @@ def test_a_nan_prompt_ends_its_row_before_a_token_and_leaves_the_others(run, gol
 def test_parameters_of_another_geometry_are_refused_by_path(run, change, message):
     with pytest.raises(ValueError, match=f"params: 1 leaves differ: .target{message}"):
         run(max_new_tokens=2, change=change)
+
+
+def test_only_a_batch_of_plain_greedy_rows_leaves_sampling_out_of_its_programs():
+    choices = RunConfig(draft_tokens=0, batch=2, max_context=32, page_size=16)
+    models, params = Models(target=tiny_target(), draft=None, run=choices), Params({}, {})
+
+    def promised(*controls):
+        return device.DeviceBatch(models, params, controls)._sampling.greedy_only
+
+    assert promised() and promised(SamplingParams()) and promised(SamplingParams(seed=3))
+    assert not promised(SamplingParams(), SamplingParams(temperature=0.5))
+    assert not promised(SamplingParams(repetition_penalty=1.1))

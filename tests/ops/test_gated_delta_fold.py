@@ -18,7 +18,6 @@ from tests.ops.gated_delta_inputs import (
     KEY_HEADS,
     POISON,
     TREES,
-    VALUE_DIM,
     VALUE_HEADS,
     WIDTH,
     Columns,
@@ -100,14 +99,15 @@ def test_fold_is_the_state_of_verification_bit_for_bit(count, form, value_dim):
     assert_same_bits(seen, fold_records(columns, state, [count] * BATCH, form=form))
 
 
-@pytest.mark.parametrize("value_dim", [5, VALUE_DIM])
+@FORMS_BY_WIDTH
 @pytest.mark.parametrize("column", range(WIDTH))
-def test_fold_along_a_path_is_the_state_of_tree_verification_bit_for_bit(column, value_dim):
+def test_fold_along_a_path_is_the_state_of_tree_verification_bit_for_bit(column, form, value_dim):
     columns, state = make_inputs(value_dim)
     parent = [[*tree, *[column] * KEY_DIM] for tree in TREES]
-    seen = probe(columns, state, parent, chain=False, at=WIDTH)
+    seen = probe(columns, state, parent, chain=False, form=form, at=WIDTH)
     path, depth = root_paths(column)
-    assert_same_bits(seen, fold_records(columns, state, depth, path=path))
+    folded = fold_records(columns, state, depth, path=path, form=form)
+    assert_same_bits(seen, folded)
 
 
 def probe(columns, state, parent, *, chain, at, form="xla"):

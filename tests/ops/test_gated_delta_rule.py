@@ -37,6 +37,8 @@ CASES = pytest.mark.parametrize(
         (True, "interpret"),
         pytest.param(True, "pallas", marks=pytest.mark.gpu),
         (False, "xla"),
+        (False, "interpret"),
+        pytest.param(False, "pallas", marks=pytest.mark.gpu),
     ],
 )
 
@@ -55,41 +57,47 @@ def test_chain_follows_the_recurrence(form, dtype):
         assert_close(actual[b], oracle.sequence(state[b], *row, live[b])[0], FP32_CHAIN)
 
 
+@FORMS
 @pytest.mark.parametrize("live", [6, 5, 2, 1])
-def test_tree_columns_follow_their_root_path(live):
+def test_tree_columns_follow_their_root_path(live, form):
     columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
-    actual = verify(columns, state, TREES, [live] * BATCH, chain=False)
+    actual = verify(columns, state, TREES, [live] * BATCH, chain=False, form=form)
     for b in range(BATCH):
         row = [x[b] for x in columns.all()]
         assert_close(actual[b], oracle.tree(state[b], *row, TREES[b], live), FP32_CHAIN)
 
 
-def test_random_wide_trees_follow_their_root_path():
+@FORMS
+def test_random_wide_trees_follow_their_root_path(form):
     rng = np.random.default_rng(5)
     batch, width = 8, 17
     parent = [[0, *(rng.integers(0, c) for c in range(1, width))] for _ in range(batch)]
     columns, state = make_columns(batch, width, seed=6), make_state(batch)
     live = rng.integers(width - 4, width + 1, batch)
-    actual = verify(columns, state, parent, live, chain=False)
+    actual = verify(columns, state, parent, live, chain=False, form=form)
     for b in range(batch):
         row = [x[b] for x in columns.all()]
         assert_close(actual[b], oracle.tree(state[b], *row, parent[b], live[b]), FP32_CHAIN)
 
 
-def test_a_chain_shaped_tree_is_the_chain():
+@FORMS
+def test_a_chain_shaped_tree_is_the_chain(form):
     """Up to the rounding of the read; the states are equal bit for bit (test_gated_delta_fold)."""
     columns, state, live = make_columns(BATCH, WIDTH), make_state(BATCH), [6, 4, 2, 1, 0]
-    chain, tree = (verify(columns, state, CHAIN, live, chain=flag) for flag in (True, False))
+    chain, tree = (
+        verify(columns, state, CHAIN, live, chain=flag, form=form) for flag in (True, False)
+    )
     assert_close(tree, chain, FP32)
 
 
-def test_a_tree_path_is_the_chain_of_its_columns():
+@FORMS
+def test_a_tree_path_is_the_chain_of_its_columns(form):
     columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
-    tree = verify(columns, state, TREES, [WIDTH] * BATCH, chain=False)
+    tree = verify(columns, state, TREES, [WIDTH] * BATCH, chain=False, form=form)
     for column in range(WIDTH):
         paths, depth = root_paths(column)
         along = columns.map(lambda x, at=paths: take_columns(x, at))
-        chain = verify(along, state, CHAIN, depth, chain=True)
+        chain = verify(along, state, CHAIN, depth, chain=True, form=form)
         for b in range(BATCH):
             assert_close(chain[b, depth[b] - 1], tree[b, column], FP32)
 
@@ -299,8 +307,6 @@ def test_wrong_calls_are_refused():
         fold_records(dataclasses.replace(columns, decay=columns.decay[..., 0]), state, [1, 1])
     with pytest.raises(ValueError, match="implementation: expected"):
         verify(columns, state, np.zeros((2, 3)), [1, 1], chain=True, form="scan")
-    with pytest.raises(NotImplementedError, match="gated_delta_rule"):
-        verify(columns, state, np.zeros((2, 3)), [1, 1], chain=False, form="interpret")
     narrow = dataclasses.replace(columns, value=columns.value[..., :5])
     with pytest.raises(NotImplementedError, match="gated_delta_rule"):
         fold_records(narrow, state[:, :, :5], [1, 1], form="interpret")

@@ -18,7 +18,9 @@ from dflash_jax.steps import (
     accept,
     begin,
     commit,
+    draft_only,
     first_token,
+    judge,
     prefill_chunk,
     speculate,
     verify,
@@ -136,15 +138,24 @@ class Session:
             return self.state
         return self.before(self.models, self.state, self.lanes)
 
-    def round(self, lanes, keep=None, proposals=None) -> RoundScratch:
+    def round(self, lanes, keep=None, proposals=None, grammar=None) -> RoundScratch:
         """One round of a batch; the host keeps keep(lane, L) outputs, all of them by default.
 
         `proposals`: None runs the draft; else {lane: the K tokens to verify instead}.
+        `grammar`: a history of ids -> [V_pub] bool, what may follow; the round runs in two halves.
         """
         rows, batch = self.rows(lanes), self.models.run.batch
         state, greedy = self.poisoned(), SamplingArrays.greedy(batch)
         extent = extent_of(self.models, state, rows)
-        if proposals is None:
+        if grammar is not None:
+            self.state, proposal = draft_only(
+                self.models, self.params, state, rows, greedy, extent
+            )
+            scratch = judge(
+                self.models, self.params, self.state, rows, proposal, greedy, extent,
+                jnp.array(self.masks(lanes, np.asarray(proposal.tokens), grammar)),
+            )
+        elif proposals is None:
             self.state, scratch = speculate(self.models, self.params, state, rows, greedy, extent)
         else:
             tokens = np.zeros((batch, self.models.run.block_width), np.int32)
@@ -170,11 +181,22 @@ class Session:
         self.check()
         return scratch
 
-    def run(self, seed=0, keep=None) -> dict[int, list[int]]:
+    def masks(self, lanes, tokens, grammar):
+        """[B, W, V_pub] bool: what may follow the ledger and d_1..d_j, for every column j."""
+        batch, width = tokens.shape
+        allowed = np.ones((batch, width, self.models.target.public_vocab), bool)
+        for row, lane in enumerate(lanes):
+            for column in range(width):
+                drafts = tokens[row, 1 : column + 1].tolist()
+                allowed[row, column] = grammar(self.lanes[lane].ledger + drafts)
+        return allowed
+
+    def run(self, seed=0, keep=None, grammar=None) -> dict[int, list[int]]:
         """Rounds over random compact batches of live lanes until all have ended."""
         rng = np.random.default_rng(seed)
         while live := [lane for lane, known in self.lanes.items() if known.live]:
-            self.round(rng.permutation(live)[: self.models.run.batch].tolist(), keep)
+            chosen = rng.permutation(live)[: self.models.run.batch].tolist()
+            self.round(chosen, keep, grammar=grammar)
         return {lane: known.text for lane, known in self.lanes.items()}
 
     def check(self):

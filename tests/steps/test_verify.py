@@ -126,8 +126,8 @@ def test_an_accepted_path_leaves_the_gdn_states_of_that_path_alone():
         parent = [max(c - 1, 0) if c < columns else c for c in range(COLUMNS)]
         depth = [c if c < columns else 0 for c in range(COLUMNS)]
         single = verified(alone, COLUMNS, parent, depth, chain=False)
-        ours = committed(tree, path, columns, chain=False)
-        theirs = committed(single, range(columns), columns, chain=False)
+        ours = committed(tree, path, columns)
+        theirs = committed(single, range(columns), columns)
         assert_same_bytes(ours.target.gdn, theirs.target.gdn)
         assert_trees_close(ours, theirs)
 
@@ -160,7 +160,7 @@ def test_side_columns_leave_the_main_chain_alone():
     assert not np.array_equal(first.logits[:, 4:], second.logits[:, 4:])
 
 
-def committed(verification, path, count, chain=True):
+def committed(verification, path, count):
     """The state after committing `count` columns of a path of every row."""
     session, rows, _ = scene()
     width = session.models.run.block_width
@@ -177,7 +177,7 @@ def committed(verification, path, count, chain=True):
         ),
     )
     state = jax.tree.map(jnp.array, cases.host(session.state))
-    return cases.host(commit(session.models, state, rows, scratch, number, chain=chain))
+    return cases.host(commit(session.models, state, rows, scratch, number))
 
 
 def test_committing_a_path_equals_committing_its_columns_as_a_chain():
