@@ -169,7 +169,7 @@ class Engine:
           CapacityError: it waits, and nothing that runs could ever make room for it.
         """
         while request.finish_reason is None:
-            self._advance()
+            self._advance(request)
         return request.output()
 
     def stream(self, request: Request) -> Iterator[Piece]:
@@ -182,7 +182,7 @@ class Engine:
                     yield request.pieces[shown - 1]
                 if request.finish_reason is not None:
                     return
-                self._advance()
+                self._advance(request)
         finally:
             self.cancel(request)
 
@@ -196,13 +196,14 @@ class Engine:
                     yield request.pieces[shown - 1]
                 if request.finish_reason is not None:
                     return
-                self._advance()
+                self._advance(request)
                 await asyncio.sleep(0)
         finally:
             self.cancel(request)
 
     def cancel(self, request: Request) -> None:
         """Ends a request where it stands; what it has published stays. Nothing if it has ended."""
+        self._recover()
         self._schedule.settle()  # what the device has done is published
         request.end(FinishReason.CANCELLED)
         self._schedule.withdraw(request)
@@ -387,11 +388,15 @@ class Engine:
         else:
             self._schedule.place_now(waiting)
 
-    def _advance(self) -> None:
-        if not self.step() and self._schedule.waiting:
-            raise CapacityError(self._schedule.shortage(self._schedule.waiting[0]))
+    def _advance(self, request: Request) -> None:
+        if self.step() or request.finish_reason is not None:
+            return
+        if not self._schedule.waiting:
+            raise ValueError(f"request: expected one of this engine, got number {request.row}")
+        raise CapacityError(self._schedule.shortage(self._schedule.waiting[0]))
 
     def _row(self, request: Request) -> Row:
+        self._recover()
         self._schedule.settle()  # after a step that raised there may be something to enter
         row = self._schedule.row_of(request)
         if row is None or request.finish_reason is not None:

@@ -277,6 +277,9 @@ def test_a_device_that_loses_its_state_ends_the_rows_and_serves_the_next(monkeyp
             engine.step()
     check(engine)
     assert [requests[n].finish_reason for n in (3, 5, 6)] == [FinishReason.FAULT] * 3
+    for leaf in jax.tree.leaves(engine._lanes.state):
+        leaf.delete()  # outside a step, too
+    engine.cancel(requests[3])
     finish(engine)
     assert_as_alone({7: requests[7]})
 
@@ -323,6 +326,12 @@ def test_generate_runs_text_and_ids_and_cancels_all_if_one_cannot_be_run():
     with pytest.raises(ValueError, match="prompt: expected ids"):
         engine.generate([texts[0], [999]], max_new_tokens=6)
     assert engine.idle
+
+
+def test_a_request_of_another_engine_is_an_error_not_a_hang():
+    request = scenes.engine().submit(prompts()[0], max_new_tokens=2)
+    with pytest.raises(ValueError, match="request: expected one of this engine"):
+        scenes.engine().wait_for(request)
 
 
 def test_ids_may_be_numpy_integers():
