@@ -113,7 +113,7 @@ class ImageStore:
             image
             for image in self._images
             if image.reusable
-            and image.frontier <= len(prompt)
+            and 0 < image.frontier <= len(prompt)
             and image.tokens[-1] == prompt[image.frontier - 1]  # seldom so by chance
             and image.tokens == prompt[: image.frontier]
         )

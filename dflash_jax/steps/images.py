@@ -157,9 +157,9 @@ def write_pages(state: DecodeState, target_ids, draft_ids, group: PageGroup) -> 
 def page_groups(target_pages, draft_pages, num_pages: int):
     """The ids of an image's pages as (target, draft) int32 arrays of PAGE_GROUP ids each.
 
-    Missing ids are `num_pages`; a draft without full layers has none.
+    Missing ids are `num_pages`; a draft without full layers has none. There is at least one group.
     """
-    for first in range(0, max(len(target_pages), len(draft_pages)), PAGE_GROUP):
+    for first in range(0, max(len(target_pages), len(draft_pages), 1), PAGE_GROUP):
         group = []
         for pages in (target_pages, draft_pages):
             ids = np.full((PAGE_GROUP,), num_pages, np.int32)

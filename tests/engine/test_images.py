@@ -188,6 +188,22 @@ def test_one_different_token_anywhere_in_a_prefix_is_no_hit():
     assert off.statistics.reused_tokens == 0
 
 
+def test_a_request_that_has_read_nothing_yet_can_be_forked_kept_and_restored(tmp_path):
+    engine = scenes.engine(host_bytes=None)
+    request = engine.submit(prompts()[1], max_new_tokens=BUDGET, wait=False)
+    image = engine.checkpoint(request)
+    assert image.frontier == 0
+    again = engine.fork(request, 2) + [engine.restore(image)]
+    engine.replicate(image, drop_device=True)
+    engine.save(image, tmp_path)
+    again += [engine.restore(image), engine.restore(engine.load(tmp_path))]
+    other = engine.submit(prompts()[0], max_new_tokens=3)
+    finish(engine)
+    for one in (request, *again):
+        assert_whole(one, GREEDY)
+    assert tuple(other.tokens) == alone(prompts()[0], 3).tokens
+
+
 def test_with_no_slot_to_spare_the_next_turn_takes_the_image_over():
     engine = scenes.engine(checkpoints=("turn",))
     ballast = [engine._pools.take(16) for _ in range(scenes.SLOTS - 1)]
