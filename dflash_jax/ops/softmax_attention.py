@@ -64,7 +64,7 @@ def softmax_attention(
     if form != "xla":
         mixed = kernel.attend(
             folded, own_key, own_value, key_pages, value_pages, table, frontier, live,
-            _bits(visible), width=width, scale=scale, interpret=form == "interpret",
+            visible, width=width, scale=scale, interpret=form == "interpret",
         )
         return unfold_heads(mixed, width)
     part = attend(folded, own_key, own_value, visible, scale)
@@ -109,12 +109,6 @@ def _choose(implementation: str, width: int, page: int, dim: int) -> str:
             f"head_dim {dim}"
         )
     return form
-
-
-def _bits(visible):
-    """[B, W, W] bool -> [B, W] uint32, bit c of row j."""
-    place = jnp.arange(visible.shape[-1], dtype=jnp.uint32)
-    return jnp.sum(jnp.where(visible, jnp.uint32(1) << place, 0), axis=-1, dtype=jnp.uint32)
 
 
 def ancestor_mask(parent):

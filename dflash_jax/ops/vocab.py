@@ -65,21 +65,34 @@ def linear_topk(
         raise ValueError(
             f"token_ids: expected int32 ({rows},), got {token_ids.dtype} {token_ids.shape}"
         )
-    form = _choose(implementation, k)
     scores = linear(hidden, head, jnp.float32)
     if token_ids is not None and not ids_sorted:
         order = jnp.argsort(token_ids)
         scores, token_ids = scores[..., order], token_ids[order]
+    best, index = top_k(scores, k=k, eligible=eligible, implementation=implementation)
+    return TopK(scores=best, ids=index if token_ids is None else token_ids[index])
+
+
+def top_k(scores, *, k, eligible, implementation="auto"):
+    """The k best of the first `eligible` scores, best first; equal ones by lower index.
+
+    Args:
+      scores: [..., N] fp32; +0 and -0 are equal; from `eligible` on anything.
+      k, eligible: k <= eligible <= N. Static.
+      implementation: as in `linear_topk`. Static.
+    Returns:
+      scores [..., k] fp32 and indices [..., k] int32.
+    Source: contracts 5.8.
+    """
+    form, count = _choose(implementation, k), scores.shape[-1]
     if form == "xla":
         scores = jnp.where(scores == 0, 0.0, scores)
-        scores = jnp.where(jnp.arange(rows) < eligible, scores, -jnp.inf)
-        best, index = _top_k_by_blocks(scores, k)
-    else:
-        best, index = kernel.top_k(
-            scores.reshape(-1, rows), k=k, eligible=eligible, interpret=form == "interpret"
-        )
-        best, index = (x.reshape(*scores.shape[:-1], k) for x in (best, index))
-    return TopK(scores=best, ids=index if token_ids is None else token_ids[index])
+        scores = jnp.where(jnp.arange(count) < eligible, scores, -jnp.inf)
+        return _top_k_by_blocks(scores, k)
+    best = kernel.top_k(
+        scores.reshape(-1, count), k=k, eligible=eligible, interpret=form == "interpret"
+    )
+    return tuple(x.reshape(*scores.shape[:-1], k) for x in best)
 
 
 def linear_argmax(hidden, head, *, public_rows, logits_dtype):

@@ -1,49 +1,16 @@
-"""Attention of a narrow block over paged context, split over pages, and the splits' combination.
+"""Attention of a narrow block over paged context.
 
 Implements: ops/softmax_attention.py, `softmax_attention`.
 Matches when: W <= 32; page and head_dim are powers of two, at least 16; block mask of any kind.
 Assumes: table entries of positions below the frontier are mapped.
-
-Query heads that read one KV head, times columns, are the rows of a tile. Program (b, h, tile, part)
-walks the keys of its part and leaves the largest score, the sum of exponentials and the weighted
-values; the last part is the block itself, whose visibility comes as one bit mask per column. A
-second kernel joins the parts.
 """
 
-from dataclasses import dataclass
-
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, gpu_call, is_power_of_two
-
-MAX_WIDTH = 32
-_PROCESSORS = 132  # of an H200: programs that run at once
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Rows of a tile, keys of a step, parts (the block's own included) and warps."""
-
-    rows: int
-    keys: int
-    parts: int
-    num_warps: int
-
-    @classmethod
-    def of(cls, batch, kv_heads, rows, dim, page, max_pages) -> "Tiles":
-        """For [batch, kv_heads, rows, dim] queries."""
-        tile = min(64, max(16, pl.next_power_of_2(rows)))
-        keys = min(page, 64 if dim <= 128 else 32)
-        programs = batch * kv_heads * pl.cdiv(rows, tile)
-        useful = 1 + max(1, max_pages * page // (2 * keys))
-        parts = min(16, max(2, _PROCESSORS // programs), useful)
-        return cls(
-            rows=tile, keys=keys, parts=1 << (parts - 1).bit_length(),
-            num_warps=8 if tile * dim >= 64 * 256 else 4,
-        )
+from dflash_jax.pallas import attention
+from dflash_jax.pallas.attention import MAX_WIDTH, Tiles
+from dflash_jax.pallas.common import is_power_of_two
 
 
 def supports(width: int, page: int, dim: int) -> bool:
@@ -52,153 +19,29 @@ def supports(width: int, page: int, dim: int) -> bool:
 
 
 def attend(
-    query, block_key, block_value, key_pages, value_pages, table, frontier, live, bits, *,
+    query, block_key, block_value, key_pages, value_pages, table, frontier, live, visible, *,
     width, scale, interpret, tiles=None,
 ):
-    """Attention of folded queries to their context and their block.
-
-    Args:                                                             (B rows, W = width columns)
-      query: [B, Hkv, M, D], M = G * W; row m is column m mod W.
-      block_key, block_value: [B, Hkv, W, D].
-      key_pages, value_pages, table, frontier, live: as in the op.
-      bits: [B, W] uint32, bit c of column j: whether it sees column c of the block.
-    Returns:
-      [B, Hkv, M, D] in query's dtype; rows of columns >= live are exactly zero.
-    """
-    batch, kv_heads, rows, dim = query.shape
-    page, max_pages = key_pages.shape[2], table.shape[1]
-    tiles = tiles or Tiles.of(batch, kv_heads, rows, dim, page, max_pages)
-    count = pl.cdiv(rows, tiles.rows)
-    padded = count * tiles.rows
-    query = jnp.pad(query, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
-    own = max(16, pl.next_power_of_2(width))
-    block_key, block_value = (
-        jnp.pad(x, ((0, 0), (0, 0), (0, own - width), (0, 0))) for x in (block_key, block_value)
-    )
-    shape = (batch, kv_heads, tiles.parts, padded)
-    operands = (query, block_key, block_value, key_pages, value_pages, table, frontier, live,
-                bits.reshape(-1))
-    parts = gpu_call(
-        _part_kernel(tiles, width, rows, scale),
-        name="softmax_attention",
-        out_shape=(
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
-        ),
-        grid=(batch * kv_heads, count, tiles.parts),
-        in_specs=[WHOLE] * len(operands),
-        out_specs=(WHOLE,) * 3,
+    """See `attention.attend`; pages, table and frontier as in the op."""
+    page = key_pages.shape[2]
+    tiles = tiles or Tiles.of(*query.shape, page, table.shape[1] * page)
+    return attention.attend(
+        query, block_key, block_value, (key_pages, value_pages, table, frontier), live, visible,
+        reader=_pages, name="softmax_attention", width=width, scale=scale, tiles=tiles,
         interpret=interpret,
-        num_warps=tiles.num_warps,
-    )(*operands)
-    joined = gpu_call(
-        _join_kernel(tiles.parts),
-        name="softmax_attention_join",
-        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        grid=(batch * kv_heads, padded // 16),
-        in_specs=[WHOLE] * 3,
-        out_specs=WHOLE,
-        interpret=interpret,
-    )(*parts)
-    return joined[:, :, :rows]
-
-
-def _part_kernel(tiles: Tiles, width: int, rows: int, scale: float):
-    def kernel(query, block_key, block_value, key_pages, value_pages, table, frontier, live, bits,
-               top, total, values):
-        kv_heads, num_pages, page = query.shape[1], key_pages.shape[1], key_pages.shape[2]
-        row, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
-        part = pl.program_id(2)
-        place = pl.ds(pl.program_id(1) * tiles.rows, tiles.rows)
-        queries = query[row, head, place, :]
-        index = pl.program_id(1) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
-        column = index % width
-        alive = (index < rows) & (column < live[row])
-
-        def absorb(carry, key, value, visible, seen):
-            return _absorb(carry, queries, key, value, visible, seen, scale)
-
-        def context(carry):
-            length = frontier[row]
-            steps = pl.cdiv(length, tiles.keys)
-            share = pl.cdiv(steps, tiles.parts - 1)
-
-            def step(index, carry):
-                first = index * tiles.keys
-                number = jnp.clip(table[row, first // page], 0, num_pages - 1)
-                keys = pl.ds(first % page, tiles.keys)
-                seen = first + jnp.arange(tiles.keys, dtype=jnp.int32) < length
-                visible = alive[:, None] & seen[None, :]
-                return absorb(carry, key_pages[head, number, keys, :],
-                              value_pages[head, number, keys, :], visible, seen)
-
-            return lax.fori_loop(part * share, jnp.minimum((part + 1) * share, steps), step, carry)
-
-        def block(carry):
-            own = jnp.arange(block_key.shape[2], dtype=jnp.int32)
-            seen = own < jnp.minimum(live[row], width)
-            shown = bits[row * width + column]
-            named = (shown[:, None] >> own.astype(jnp.uint32)[None, :]) & 1 == 1
-            visible = alive[:, None] & seen[None, :] & named
-            return absorb(carry, block_key[row, head, :, :], block_value[row, head, :, :], visible,
-                          seen)
-
-        start = (
-            jnp.full((tiles.rows,), -jnp.inf, jnp.float32),
-            jnp.zeros((tiles.rows,), jnp.float32),
-            jnp.zeros((tiles.rows, query.shape[3]), jnp.float32),
-        )
-        found = lax.cond(part == tiles.parts - 1, block, context, start)
-        top[row, head, part, place] = found[0]
-        total[row, head, part, place] = found[1]
-        values[row, head, part, place, :] = found[2]
-
-    return kernel
-
-
-def _absorb(carry, queries, key, value, visible, seen, scale):
-    """The running maximum, sum and values after some more keys."""
-    top, total, values = carry
-    scores = _dot(queries, key.astype(queries.dtype).T) * scale
-    scores = jnp.where(visible, scores, -jnp.inf)
-    higher = jnp.maximum(top, jnp.max(scores, axis=1))
-    shift = jnp.where(higher > -jnp.inf, higher, 0.0)
-    weights = jnp.where(visible, jnp.exp(scores - shift[:, None]), 0.0)
-    shrink = jnp.exp(top - shift)
-    # Dead rows are zeroed before the product: 0 * NaN is NaN.
-    value = jnp.where(seen[:, None], value, jnp.zeros((), value.dtype))
-    return (
-        higher,
-        total * shrink + jnp.sum(weights, axis=1),
-        values * shrink[:, None] + _dot(weights.astype(value.dtype), value),
     )
 
 
-def _join_kernel(parts: int):
-    def kernel(top, total, values, out):
-        kv_heads = top.shape[1]
-        row, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
-        place = pl.ds(pl.program_id(1) * 16, 16)
-        peaks = top[row, head, :, place]
-        highest = jnp.max(peaks, axis=0)
-        shift = jnp.where(highest > -jnp.inf, highest, 0.0)
-        whole = jnp.sum(total[row, head, :, place] * jnp.exp(peaks - shift[None, :]), axis=0)
+def _pages(context, row, head, keys):
+    key_pages, value_pages, table, frontier = context
+    _, num_pages, page, _ = key_pages.shape
+    length = frontier[row]
 
-        def add(part, mixed):
-            weight = jnp.exp(top[row, head, part, place] - shift)
-            return mixed + weight[:, None] * values[row, head, part, place, :]
+    def read(first, column):
+        number = jnp.clip(table[row, first // page], 0, num_pages - 1)
+        place = pl.ds(first % page, keys)
+        seen = first + jnp.arange(keys, dtype=jnp.int32) < length
+        visible = jnp.broadcast_to(seen[None, :], (column.shape[0], keys))
+        return key_pages[head, number, place, :], value_pages[head, number, place, :], seen, visible
 
-        mixed = lax.fori_loop(0, parts, add, jnp.zeros((16, values.shape[4]), jnp.float32))
-        mixed = mixed / jnp.where(whole > 0.0, whole, 1.0)[:, None]
-        out[row, head, place, :] = mixed.astype(out.dtype)
-
-    return kernel
-
-
-def _dot(left, right):
-    exact = left.dtype == jnp.float32
-    return lax.dot_general(
-        left, right, (((1,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST if exact else None, preferred_element_type=jnp.float32,
-    )
+    return length, read
