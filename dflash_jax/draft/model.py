@@ -119,7 +119,7 @@ class DFlash2(DFlash):
 
     def setup(self):
         super().setup()
-        self.selector = CandidateSelector(self.config, self.dtypes)
+        self.selector = CandidateSelector(self.config, self.dtypes, self.implementation)
 
     def topk(self, hidden, target_head, public_vocab: int):
         """Mask hidden [B, K, H] -> `TopK` candidates."""
