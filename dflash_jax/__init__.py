@@ -16,9 +16,20 @@ from dflash_jax.config import (
     describe,
 )
 
-# Generation
+# Generation: a fixed batch, and an engine whose requests come and go
+from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.generate import generate, run_draft_tokens
-from dflash_jax.engine.request import FinishReason, Output, Statistics, total_statistics
+from dflash_jax.engine.images import StateImage
+from dflash_jax.engine.pages import CapacityError
+from dflash_jax.engine.request import (
+    Embeddings,
+    FinishReason,
+    Output,
+    Piece,
+    Request,
+    Statistics,
+    total_statistics,
+)
 from dflash_jax.engine.text import TextStream, TextTokenizer, eos_ids
 
 # State between rounds
@@ -69,8 +80,14 @@ __all__ = [
     "Models",
     "Params",
     # generation
+    "CapacityError",
+    "Embeddings",
+    "Engine",
     "FinishReason",
     "Output",
+    "Piece",
+    "Request",
+    "StateImage",
     "Statistics",
     "TextStream",
     "TextTokenizer",

@@ -62,7 +62,7 @@ def main() -> int:
     print(f"device: {jax.devices()[0].device_kind}, jax {jax.__version__}")
     print(config.describe(models.target, models.draft, models.run))
     params = jax.block_until_ready(random_params(models, args.seed))
-    bandwidth = _copy_bandwidth()
+    bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s (read + write)")
 
     speculative = _measure(models, params, args, SamplingParams())
@@ -252,7 +252,7 @@ def _bytes(tree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _copy_bandwidth() -> float:
+def copy_bandwidth() -> float:
     """Bytes per second, read plus written, of a 2 GiB device copy."""
     source = jax.random.normal(jax.random.key(0), (1 << 29,), jnp.float32)
     copy = jax.jit(lambda x: x + 1.0)

@@ -1,12 +1,14 @@
 """Makes the shipped pair: corpus, tokenizer, target, its own text, DFlash and DFlash2, figures.
 
     python scripts/make_tiny_pair.py --out DIR [--seed 0] [--smoke]
-    python scripts/make_tiny_pair.py --out DIR --target-seconds 80 --draft-seconds 40   # a GPU
+    python scripts/make_tiny_pair.py --out DIR --target-seconds 100 --draft-seconds 55   # a GPU
+    python scripts/make_tiny_pair.py --measure DIR
 
 writes DIR/target, DIR/dflash, DIR/dflash2 (Hugging Face folders), DIR/MODEL_CARD.md,
 DIR/report.json and DIR/held_out_prompts.json. Budgets are steps or, where given, seconds. What is
 finished is written before the next stage starts. `--prepare DIR2` writes only the tokenizer and the
-encoded corpus, `--prepared DIR2` starts from them.
+encoded corpus, `--prepared DIR2` starts from them. `--measure` reads the folders of a finished run
+and rewrites the figures of its report and card.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 import jax
 
 from dflash_jax.training.corpus import read_documents, standard_library
+from dflash_jax.training.figures import DraftFigures, measure_folders
 from dflash_jax.training.fit import FitConfig
 from dflash_jax.training.prepared import Prepared, load_prepared, prepare, save_prepared
 from dflash_jax.training.recipe import Recipe, pair_target, smoke_target
@@ -66,15 +69,19 @@ def main() -> int:
     add("--text", type=Path, help="folder of .py files instead of the standard library")
     add("--prepare", type=Path, metavar="DIR", help="only encode the corpus, into this folder")
     add("--prepared", type=Path, metavar="DIR", help="a folder that --prepare wrote")
+    add("--measure", type=Path, metavar="DIR", help="only measure the drafts of a finished run")
     add("--target-steps", type=int, metavar="N")
     add("--draft-steps", type=int, metavar="N")
     add("--target-seconds", type=float, metavar="S", help="ends the target's training in time")
     add("--draft-seconds", type=float, metavar="S", help="the same for each draft")
     add("--save-every", type=int, default=0, metavar="N", help="steps between resume points")
     add("--compile-cache", type=Path, metavar="DIR", help="compile ahead, into this folder")
-    add("--smoke", action="store_true", help="a minute on a CPU: tiny models and batches")
+    add("--smoke", action="store_true", help="tiny models and batches, for a CPU")
     arguments = parser.parse_args()
     try:
+        if arguments.measure:
+            show(measure_folders(arguments.measure))
+            return 0
         prepared = corpus_of(arguments)
         if arguments.prepare:
             save_prepared(arguments.prepare, prepared)
@@ -88,12 +95,20 @@ def main() -> int:
         target = (smoke_target if arguments.smoke else pair_target)(prepared.facts["ids"])
         recipe = recipe_of(arguments)
         outcomes = make_pair(recipe, target, prepared, arguments.out, command=command)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"make_tiny_pair: error: {error}", file=sys.stderr)
         return 2
-    for name, outcome in outcomes.items():
-        print(f"{name}: {outcome.acceptance.tokens_per_round} tokens per round")
+    show({name: outcome.figures for name, outcome in outcomes.items()})
     return 0
+
+
+def show(found: dict[str, DraftFigures]) -> None:
+    """Prints the figures that the card leads with."""
+    for name, figures in found.items():
+        share = figures.agreement
+        print(f"{name}: tokens per round {figures.acceptance.tokens_per_round} greedy, "
+              f"{figures.sampled.tokens_per_round} at temperature 1; accepted {share.accepted}, "
+              f"expected {share.expected}, difference {share.excess}")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def main() -> None:
     target_params = random_target(target, policy, seed=args.seed)
     draft_params = random_draft(draft, policy, seed=args.seed + 1)
     save_target(args.out / "target", target, target_params)
-    save_draft(args.out / "draft", draft, draft_params)
+    save_draft(args.out / "draft", draft, draft_params, target_layers=target.num_layers)
     write_tokenizer(args.out / "target", tokenizer)
     print(describe(target, draft))
 

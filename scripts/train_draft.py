@@ -11,15 +11,15 @@ on the device, and in --cache too when it is given.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
-from tokenizers import Tokenizer
 
 from dflash_jax.config import DraftKind, DtypePolicy, RunConfig
 from dflash_jax.engine.generate import run_draft_tokens
+from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
 from dflash_jax.training.capture import capture
 from dflash_jax.training.continuations import continuation_models, continuations
@@ -29,12 +29,14 @@ from dflash_jax.training.corpus import (
     read_documents,
     standard_library,
 )
+from dflash_jax.training.figures import read_prompts
 from dflash_jax.training.fit import FitConfig, discard_checkpoint
 from dflash_jax.training.forward import training_dtypes
-from dflash_jax.training.parameters import draft_params
-from dflash_jax.training.prepared import prepare
+from dflash_jax.training.parameters import count, draft_params, start_draft
+from dflash_jax.training.prepared import prepare, target_tokenizer
 from dflash_jax.training.recipe import DRAFT_TOKENS, DRAFTS, pair_draft
-from dflash_jax.training.stages import DraftObjective, draft_data, fit_draft
+from dflash_jax.training.results import check_space
+from dflash_jax.training.stages import DraftObjective, check_room, draft_data, fit_draft
 from dflash_jax.training.tiny_pair import write_draft
 from dflash_jax.training.validate import measure_acceptance
 from dflash_jax.weights import load_draft, load_target
@@ -55,7 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--write-batch", type=int, default=512, help="sequences that the target writes at once")
     add("--prompt", type=int, default=64)
     add("--new-tokens", type=int, default=192)
-    add("--temperature", type=float, default=0.0)
+    add("--temperature", type=float, default=0.0,
+        help="of the target's continuations; with --validate, of the measurement")
     add("--steps", type=int, default=3000)
     add("--seconds", type=float)
     add("--batch", type=int, default=64)
@@ -79,7 +82,11 @@ def validate(arguments, target, target_params, draft, params, prompts) -> None:
         dtypes=POLICIES[arguments.dtype],
     )
     pair = Params(target=target_params, draft=params)
-    found = measure_acceptance(Models(target, draft, run), pair, prompts, arguments.new_tokens)[0]
+    heat = arguments.temperature if arguments.validate else 0.0
+    found, _ = measure_acceptance(
+        Models(target, draft, run), pair, prompts, arguments.new_tokens,
+        sampling=SamplingParams(temperature=heat, seed=arguments.seed),
+    )
     print(f"{found.tokens_per_round} tokens per round, {found.prompts} prompts, "
           f"{found.rounds} rounds")
     for position, share in enumerate(found.conditional):
@@ -101,7 +108,14 @@ def train(arguments, target, target_params):
         target=target, draft=config, dtypes=dtypes, draft_tokens=DRAFT_TOKENS,
         batch=arguments.batch, blocks=arguments.blocks, prompt=arguments.prompt, gamma=4.0,
     )
-    tokenizer = Tokenizer.from_file(str(arguments.target / "tokenizer.json"))
+    check_room(objective, arguments.prompt + arguments.new_tokens)
+    fit = FitConfig(
+        steps=arguments.steps, seconds=arguments.seconds, learning_rate=arguments.learning_rate,
+        weight_decay=0.05, seed=arguments.seed, save_every=arguments.save_every,
+    )
+    tokenizer = target_tokenizer(arguments.target, target.public_vocab)
+    size = count(jax.eval_shape(lambda: start_draft(config, arguments.seed)))
+    check_space(arguments.out, 2 * size)  # before the work, not only after it
     documents = read_documents(arguments.text) if arguments.text else standard_library()
     prepared = prepare(documents, tokenizer)
     sequences = continuations(
@@ -113,21 +127,22 @@ def train(arguments, target, target_params):
     )
     features = capture(
         target, dtypes, config.target_layer_ids, target_params, sequences,
-        batch=min(arguments.write_batch, 256), folder=arguments.cache,
-    )
-    fit = FitConfig(
-        steps=arguments.steps, seconds=arguments.seconds, learning_rate=arguments.learning_rate,
-        weight_decay=0.05, seed=arguments.seed, save_every=arguments.save_every,
+        batch=capture_size(arguments.write_batch), folder=arguments.cache,
     )
     resume = arguments.out.with_name(arguments.out.name + ".resume")
     data = draft_data(target, target_params, np.asarray(sequences), features)
     fitted = fit_draft(objective, data, fit, folder=resume)
-    write_draft(arguments.out, config, fitted)
+    write_draft(arguments.out, target, config, fitted)
     discard_checkpoint(resume)
     prompts = prompts_by_file(
         prepared.held_out, arguments.held_out_prompts, arguments.prompt, arguments.seed + 2
     )
     return config, draft_params(config, fitted.params, POLICIES[arguments.dtype]), prompts
+
+
+def capture_size(written: int) -> int:
+    """Sequences per pass of the capture: at most 256, and a divisor of a batch of the writer."""
+    return max(size for size in range(1, 257) if written % size == 0)
 
 
 def main() -> int:
@@ -139,10 +154,10 @@ def main() -> int:
         else:
             if arguments.prompts is None:
                 raise ValueError("--prompts: expected a file with --validate")
+            prompts = read_prompts(arguments.prompts)
             draft, params = load_draft(arguments.draft, target, POLICIES[arguments.dtype])
-            prompts = json.loads(arguments.prompts.read_text("utf-8"))
         validate(arguments, target, target_params, draft, params, prompts)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"train_draft: error: {error}", file=sys.stderr)
         return 2
     return 0

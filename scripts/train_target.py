@@ -12,11 +12,15 @@ import argparse
 import sys
 from pathlib import Path
 
+import jax
+
 from dflash_jax.training.corpus import read_documents, standard_library
 from dflash_jax.training.fit import FitConfig, discard_checkpoint
 from dflash_jax.training.forward import training_dtypes
+from dflash_jax.training.parameters import count, start_target
 from dflash_jax.training.prepared import prepare
 from dflash_jax.training.recipe import pair_target, smoke_target
+from dflash_jax.training.results import check_space
 from dflash_jax.training.stages import TargetObjective, fit_target
 from dflash_jax.training.tiny_pair import write_target
 
@@ -27,7 +31,7 @@ def main() -> int:
     add("--out", type=Path, required=True)
     add("--text", type=Path, help="folder of .py files")
     add("--ids", type=int, default=1016, help="ids of the tokenizer that is learned")
-    add("--steps", type=int, default=6000)
+    add("--steps", type=int, help="default 6000, or 20 with --smoke")
     add("--seconds", type=float)
     add("--batch", type=int, default=32)
     add("--length", type=int, default=512)
@@ -35,7 +39,7 @@ def main() -> int:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the passes")
     add("--save-every", type=int, default=0, metavar="N", help="steps between resume points")
     add("--seed", type=int, default=0)
-    add("--smoke", action="store_true", help="the small geometry of the smoke run")
+    add("--smoke", action="store_true", help="a small geometry, to try things out on a CPU")
     arguments = parser.parse_args()
     resume = arguments.out.with_name(arguments.out.name + ".resume")
     try:
@@ -47,16 +51,20 @@ def main() -> int:
             length=arguments.length,
         )
         fit = FitConfig(
-            steps=arguments.steps, seconds=arguments.seconds, seed=arguments.seed,
+            steps=arguments.steps or (20 if arguments.smoke else 6000), seconds=arguments.seconds,
             learning_rate=arguments.learning_rate, save_every=arguments.save_every,
+            seed=arguments.seed,
         )
+        size = count(jax.eval_shape(lambda: start_target(config, arguments.seed)))
+        check_space(arguments.out, 2 * size)  # before the work, not only after it
         fitted = fit_target(objective, prepared.train, fit, folder=resume)
         write_target(arguments.out, config, fitted, prepared)
         discard_checkpoint(resume)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"train_target: error: {error}", file=sys.stderr)
         return 2
-    print(f"{arguments.out}: {fitted.steps} steps, loss {fitted.history[-1][1]['loss']:.4f}")
+    loss = f", loss {fitted.history[-1][1]['loss']:.4f}" if fitted.history else ""
+    print(f"{arguments.out}: {fitted.steps} steps{loss}")
     return 0
 
 

@@ -214,7 +214,7 @@ def test_wrong_options_are_one_line_and_status_2(capsys, options, message):
 
 @pytest.fixture(scope="module")
 def tiny_pair(tmp_path_factory):
-    """The folder that the README's first command makes."""
+    """A random target and draft, as `make_tiny_weights.py` writes them."""
     folder = tmp_path_factory.mktemp("pair")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["make_tiny_weights.py", "--out", str(folder)])

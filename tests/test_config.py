@@ -206,6 +206,9 @@ def test_run_defaults_and_derived_counts():
     run = RunConfig(**RUN)
     assert (run.lanes, run.slots, run.page_size, run.chunk) == (2, 2, 64, 1024)
     assert (run.block_width, run.max_pages, run.pages) == (4, 2, 4)
+    assert RunConfig(**RUN | dict(pool_pages=3)).pages == 3
+    with pytest.raises(ConfigError, match="pool_pages"):
+        RunConfig(**RUN | dict(pool_pages=0))
 
 
 def test_legal_corners_are_accepted():

@@ -22,6 +22,7 @@ LEVELS = (
     ("engine",),
     ("training",),
     ("__init__",),
+    ("chat",),
     ("cli", "scripts"),
 )
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}

@@ -13,6 +13,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from dflash_jax.config.rules import ConfigError
 
 
@@ -54,8 +56,27 @@ def replacing(folder: str | Path, *, need_bytes: int = 0) -> Iterator[Path]:
 
     Args:
       need_bytes: about what will be written; less free space is refused before anything is.
-    Raises: OSError naming the folder when the disk is too full.
+    Raises: OSError with ENOSPC, naming the folder, when the disk is too full or becomes so.
     """
+    folder = Path(folder).absolute()
+    check_space(folder, need_bytes)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        _swap(partial, folder)
+    except (ValueError, SafetensorError) as error:
+        # What orbax and safetensors make of a failed write: the number is in the text alone.
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        raise OSError(errno.ENOSPC, f"disk full: {error}", str(folder)) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_space(folder: str | Path, need_bytes: int) -> None:
+    """Makes the folder's parent, and raises OSError naming the folder if it is too full."""
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
@@ -63,22 +84,17 @@ def replacing(folder: str | Path, *, need_bytes: int = 0) -> Iterator[Path]:
         raise OSError(
             errno.ENOSPC, f"disk full: expected {need_bytes} bytes free, got {free}", str(folder)
         )
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        yield partial
-        _swap(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_text(file: Path, text: str) -> None:
     """A file that is either whole or as it was."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _swap(partial: Path, folder: Path) -> None:

@@ -63,9 +63,10 @@ class RunConfig:
     lanes: int | None = None  # live requests; None means batch
     slots: int | None = None  # state images on the device; None means lanes
     page_size: int = 64
+    pool_pages: int | None = None  # pages of each pool; None means every lane at full length
     chunk: int = 1024  # prefill columns per call
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
-    implementation: str = "auto"
+    implementation: str = "auto"  # of the round's ops that have kernels; prefill has none
     max_candidates: int = 0  # cap on the target's sampling candidates; 0 none, 20 reference engine
     tree_nodes: int = 0  # W_t, columns of a tree round, K + 2..32; 0 verifies the chain alone
     tree_paths: int = 8  # leaves of a tree, 2..8; not read without a tree
@@ -81,6 +82,8 @@ class RunConfig:
         positive_ints(self, "", "lanes slots")
         require(self.lanes >= self.batch, "lanes", f"at least batch = {self.batch}", self.lanes)
         require(self.slots >= self.lanes, "slots", f"at least lanes = {self.lanes}", self.slots)
+        if self.pool_pages is not None:
+            positive_ints(self, "", "pool_pages")
         instance("dtypes", self.dtypes, DtypePolicy)
         legal = is_int(self.max_candidates) and self.max_candidates >= 0
         require(legal, "max_candidates", "a count >= 0", self.max_candidates)
@@ -105,5 +108,5 @@ class RunConfig:
 
     @property
     def pages(self) -> int:
-        """Pages of a pool, enough for every lane at full length."""
-        return self.lanes * self.max_pages
+        """Pages of a pool: as stated, else enough for every lane at full length."""
+        return self.lanes * self.max_pages if self.pool_pages is None else self.pool_pages

@@ -42,6 +42,7 @@ class DraftAttention(nn.Module):
     config: DraftConfig
     dtypes: DtypePolicy
     layer: int
+    implementation: str = "auto"
 
     def setup(self):
         config, param = self.config, self.dtypes.param_dtype
@@ -79,11 +80,13 @@ class DraftAttention(nn.Module):
             mixed = sliding_window_attention(
                 query, key, value, store.key, store.value, columns.slot, columns.frontier,
                 columns.live, window=config.window, causal=causal, scale=scale,
+                implementation=self.implementation,
             )
         else:
             mixed = softmax_attention(
                 query, key, value, store.key, store.value, columns.table, columns.frontier,
                 columns.live, block_mask="causal" if causal else "full", scale=scale,
+                implementation=self.implementation,
             )
         return self.output(mixed.reshape(*x.shape[:2], -1).astype(dtype), out_dtype)
 

@@ -17,6 +17,7 @@ class ProposalHead(nn.Module):
 
     config: DraftConfig
     dtypes: DtypePolicy
+    implementation: str = "auto"
 
     def setup(self):
         rows = self.config.head_rows
@@ -43,7 +44,11 @@ class ProposalHead(nn.Module):
         """[B, K, H] -> `TopK` of the C_sel best: fp32 scores, ties to the lowest global id."""
         k = self.config.selector.num_candidates
         if not self.config.head_rows:
-            return linear_topk(hidden, target_head, k=k, public_rows=public_vocab)
+            return linear_topk(
+                hidden, target_head, k=k, public_rows=public_vocab,
+                implementation=self.implementation,
+            )
         return linear_topk(
-            hidden, self.kernel, k=k, public_rows=self.config.head_rows, token_ids=self.token_ids
+            hidden, self.kernel, k=k, public_rows=self.config.head_rows, token_ids=self.token_ids,
+            implementation=self.implementation,
         )

@@ -32,12 +32,13 @@ class DraftLayer(nn.Module):
     config: DraftConfig
     dtypes: DtypePolicy
     layer: int
+    implementation: str
 
     def setup(self):
         config, dtypes = self.config, self.dtypes
         self.input_norm = RMSNorm(config.hidden, config.norm_eps, offset=False)
         self.post_norm = RMSNorm(config.hidden, config.norm_eps, offset=False)
-        self.attention = DraftAttention(config, dtypes, self.layer)
+        self.attention = DraftAttention(config, dtypes, self.layer, self.implementation)
         self.mlp = SwiGlu(
             config.hidden, config.intermediate, dtypes.param_dtype,
             rounded=config.kind == DraftKind.DFLASH,
@@ -71,13 +72,17 @@ class DFlash(nn.Module):
 
     config: DraftConfig
     dtypes: DtypePolicy
+    implementation: str = "auto"
 
     def setup(self):
         config, dtypes = self.config, self.dtypes
         self.context = ContextProjection(config, dtypes)
-        self.layers = [DraftLayer(config, dtypes, layer) for layer in range(config.draft_layers)]
+        self.layers = [
+            DraftLayer(config, dtypes, layer, self.implementation)
+            for layer in range(config.draft_layers)
+        ]
         self.final_norm = RMSNorm(config.hidden, config.norm_eps, offset=False)
-        self.head = ProposalHead(config, dtypes)
+        self.head = ProposalHead(config, dtypes, self.implementation)
         if config.own_embedding:
             shape = (config.vocab_rows, config.hidden)
             self.embedding = self.param("embedding", matrix_init, shape, dtypes.param_dtype)
@@ -114,7 +119,7 @@ class DFlash2(DFlash):
 
     def setup(self):
         super().setup()
-        self.selector = CandidateSelector(self.config, self.dtypes)
+        self.selector = CandidateSelector(self.config, self.dtypes, self.implementation)
 
     def topk(self, hidden, target_head, public_vocab: int):
         """Mask hidden [B, K, H] -> `TopK` candidates."""
@@ -131,7 +136,9 @@ class DFlash2(DFlash):
         )
 
 
-def build_draft(config: DraftConfig, dtypes: DtypePolicy) -> DFlash | DFlash2:
-    """The module that a config asks for."""
+def build_draft(
+    config: DraftConfig, dtypes: DtypePolicy, implementation: str = "auto"
+) -> DFlash | DFlash2:
+    """The module that a config asks for; `implementation` as in `RunConfig`."""
     module = DFlash if config.kind == DraftKind.DFLASH else DFlash2
-    return module(config, dtypes)
+    return module(config, dtypes, implementation)

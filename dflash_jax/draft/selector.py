@@ -5,7 +5,7 @@ from flax import linen as nn
 
 from dflash_jax.config import DraftConfig, DtypePolicy
 from dflash_jax.layers import Linear, matrix_init
-from dflash_jax.ops.candidate_selector import conditional_walk, edge_scores
+from dflash_jax.ops.candidate_selector import edge_scores, select
 
 
 class CandidateSelector(nn.Module):
@@ -13,6 +13,7 @@ class CandidateSelector(nn.Module):
 
     config: DraftConfig
     dtypes: DtypePolicy
+    implementation: str = "auto"
 
     def setup(self):
         config, param = self.config, self.dtypes.param_dtype
@@ -29,7 +30,9 @@ class CandidateSelector(nn.Module):
 
     def __call__(self, hidden, unary, candidates, anchor, temperature, uniforms):
         """Walks left to right; temperature [B] and uniforms [B, K] fp32 -> `Walk`."""
-        edges = self.edges(hidden, unary, candidates, anchor)
-        return conditional_walk(
-            edges, candidates, temperature.astype(jnp.float32), uniforms.astype(jnp.float32)
+        query = self.projection(hidden, self.dtypes.activation_dtype)
+        return select(
+            unary, candidates, anchor, query, self.predecessor, self.successor,
+            temperature.astype(jnp.float32), uniforms.astype(jnp.float32),
+            implementation=self.implementation,
         )

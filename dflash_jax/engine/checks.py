@@ -4,7 +4,10 @@ from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral
 
 import jax
+import numpy as np
 
+from dflash_jax.engine.request import Request
+from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
 from dflash_jax.steps.init import abstract_params
 
@@ -21,9 +24,9 @@ def check_prompts(
         raise ValueError(f"prompts: expected 1..{run.batch} (batch), got {len(prompts)}")
     if not is_integer(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected an integer >= 1, got {max_new_tokens!r}")
-    _check_ids("eos_ids", eos_ids, models.target.vocab_rows)
+    check_ids("eos_ids", eos_ids, models.target.vocab_rows)
     for row, prompt in enumerate(prompts):
-        _check_ids(f"prompts[{row}]", prompt, public)
+        check_ids(f"prompts[{row}]", prompt, public)
         if len(prompt) == 0:
             raise ValueError(f"prompts[{row}]: expected at least one token, got none")
         need = len(prompt) + max_new_tokens
@@ -33,6 +36,61 @@ def check_prompts(
                 f"(prompts[{row}] {len(prompt)} + max_new_tokens {max_new_tokens}), "
                 f"got {run.max_context}"
             )
+
+
+def check_request(models: Models, request: Request) -> None:
+    """Raises ValueError, naming the field, unless an engine of these models can run the request."""
+    run, public = models.run, models.target.public_vocab
+    check_ids("prompt", request.prompt, public)
+    if len(request.prompt) == 0:
+        raise ValueError("prompt: expected at least one token, got none")
+    most = request.max_new_tokens
+    if not is_integer(most) or most < 1:
+        raise ValueError(f"max_new_tokens: expected an integer >= 1, got {most!r}")
+    if request.remaining < 1:
+        raise ValueError(
+            f"max_new_tokens: expected more than the {len(request.tokens)} published, got {most}"
+        )
+    need = len(request.prompt) + most
+    if need > run.max_context:
+        raise ValueError(
+            f"max_context: expected at least {need} (prompt {len(request.prompt)} + "
+            f"max_new_tokens {most}), got {run.max_context}"
+        )
+    check_ids("eos_ids", request.eos_ids, models.target.vocab_rows)
+    for sequence in request.stop_sequences:
+        check_ids("stop_sequences", sequence, models.target.vocab_rows)
+        if not sequence:
+            raise ValueError("stop_sequences: expected at least one id in each, got none")
+    for string in request.stop_strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"stop_strings: expected strings that are not empty, got {string!r}")
+    if request.stop_strings and request.decode is None:
+        raise ValueError("stop_strings: expected none without a tokenizer")
+    if not isinstance(request.sampling, SamplingParams):
+        got = type(request.sampling).__name__
+        raise ValueError(f"sampling: expected SamplingParams, got {got}")
+    check_ids("logit_bias", request.sampling.logit_bias, public)
+    if request.sampling.allowed_ids is not None:
+        check_ids("allowed_ids", request.sampling.allowed_ids, public)
+    if request.embeddings is not None:
+        _check_embeddings(models, request)
+
+
+def _check_embeddings(models: Models, request: Request) -> None:
+    given, tokens = request.embeddings, len(request.prompt)
+    rows, index = np.shape(given.rows), np.asarray(given.index)
+    if len(rows) != 2 or rows[1] != models.target.hidden or rows[0] != index.size:
+        expected = f"[{index.size}, {models.target.hidden}]"
+        raise ValueError(f"embeddings.rows: expected {expected}, got {list(rows)}")
+    places = index.tolist()
+    if index.ndim != 1 or places != sorted(set(places)) or not all(
+        is_integer(place) and 0 <= place < tokens for place in places
+    ):
+        raise ValueError(f"embeddings.index: expected increasing places below {tokens}")
+    if np.shape(given.positions) != (tokens, 3):
+        got = list(np.shape(given.positions))
+        raise ValueError(f"embeddings.positions: expected [{tokens}, 3], got {got}")
 
 
 def check_params(models: Models, params: Params) -> None:
@@ -67,7 +125,8 @@ def is_integer(value) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _check_ids(name: str, ids, end: int) -> None:
+def check_ids(name: str, ids, end: int) -> None:
+    """Raises ValueError unless all of them are ids in [0, end)."""
     if isinstance(ids, str) or not isinstance(ids, Iterable):
         raise ValueError(f"{name}: expected token ids, got {ids!r}")
     for token in ids:

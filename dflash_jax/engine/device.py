@@ -49,6 +49,18 @@ class RoundResult:
     columns: list[int]
     fault: list[bool]
 
+    @classmethod
+    def of(cls, summary) -> "RoundResult":
+        """Reads what `speculate_for_host` left, [B, W + 4]; waits for it."""
+        numbers = np.asarray(summary).tolist()
+        return cls(
+            outputs=[row[:-4] for row in numbers],
+            licensed=[row[-4] for row in numbers],
+            proposals=[row[-3] for row in numbers],
+            columns=[row[-2] for row in numbers],
+            fault=[bool(row[-1]) for row in numbers],
+        )
+
 
 class DeviceBatch:
     """State and weights of one batch on the device.
@@ -60,12 +72,19 @@ class DeviceBatch:
         """``sampling`` holds the controls of row 0, 1, ...; rows beyond it are greedy.
 
         Raises:
-          ValueError: a bias or an allowed id outside [0, public_vocab).
+          ValueError: a bias or an allowed id outside [0, public_vocab), or a pool that does not
+            hold every row at full length.
         """
+        need = models.run.batch * models.run.max_pages
+        if models.run.pages < need:
+            raise ValueError(f"pool_pages: expected at least {need}, got {models.run.pages}")
         self._models, self._params = models, params
         spare = models.run.batch - len(sampling)
         self._controls = [*sampling, *[SamplingParams()] * spare]
-        self._sampling = SamplingArrays.of(self._controls, models.target.public_vocab)
+        if all(one.is_plain for one in self._controls):  # its programs hold no sampling at all
+            self._sampling = SamplingArrays.greedy(models.run.batch)
+        else:
+            self._sampling = SamplingArrays.of(self._controls, models.target.public_vocab)
         self._state = models.zeros()
         self._rows: Rows | None = None
         self._live: tuple[int, ...] | None = None
@@ -104,17 +123,10 @@ class DeviceBatch:
           ConfigError: a width that does not fit the run.
         """
         self._round = self._models.with_tree(tree_nodes)
-        self._state, self._scratch, summary = _speculate(
+        self._state, self._scratch, summary = speculate_for_host(
             self._round, self._params, self._state, self._rows_of(live), self._sampling
         )
-        numbers = np.asarray(summary).tolist()
-        return RoundResult(
-            outputs=[row[:-4] for row in numbers],
-            licensed=[row[-4] for row in numbers],
-            proposals=[row[-3] for row in numbers],
-            columns=[row[-2] for row in numbers],
-            fault=[bool(row[-1]) for row in numbers],
-        )
+        return RoundResult.of(summary)
 
     def commit(self, committed: Mapping[int, int]) -> None:
         """Adopts the first N columns of the last round; rows without an entry keep nothing."""
@@ -151,7 +163,7 @@ def bucket(length: int, chunk: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
-def _speculate(
+def speculate_for_host(
     models: Models, params: Params, state: DecodeState, rows: Rows, sampling: SamplingArrays
 ):
     """``speculate`` with the extents the state implies, and what the host reads in one array.

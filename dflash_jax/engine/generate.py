@@ -1,6 +1,6 @@
 """Generation for a fixed batch of prompts: prefill each, then rounds until every row has ended.
 
-A round on the host is speculate -> preview -> commit -> publish, in this order. The arrays live in
+A round on the host is speculate -> preview -> commit -> account -> publish. The arrays live in
 ``engine/device.py``; nothing here knows them, so the loop runs on any object with its methods.
 """
 
@@ -12,7 +12,7 @@ from dflash_jax.config import DraftConfig
 from dflash_jax.engine.checks import check_device, check_params, check_prompts, is_integer
 from dflash_jax.engine.device import DeviceBatch
 from dflash_jax.engine.preview import preview
-from dflash_jax.engine.publish import publish
+from dflash_jax.engine.publish import account, publish
 from dflash_jax.engine.request import FinishReason, OnTokens, Output, Request
 from dflash_jax.engine.width import Widths, WidthTable, widths_of
 from dflash_jax.sampling.params import SamplingParams
@@ -119,7 +119,9 @@ def run_requests(device: DeviceBatch, requests: Sequence[Request], widths: Width
         if first is None:
             request.end(FinishReason.FAULT)
         else:
-            publish(request, [first])
+            decision = preview(request, [first], 1)
+            account(request, decision)
+            publish(request, decision)
     if any(request.finish_reason is None for request in requests):
         device.warm_up(widths.choices)  # so that the rounds are timed without their compilation
     start = time.perf_counter()
@@ -133,7 +135,7 @@ def _round(device: DeviceBatch, live: Sequence[Request], widths: Widths) -> None
     start = time.perf_counter()
     nodes = widths.choose(len(live))
     result = device.speculate([request.row for request in live], nodes)
-    committed = {}
+    decisions = {}
     for request in live:
         row = request.row
         if result.fault[row]:
@@ -142,9 +144,10 @@ def _round(device: DeviceBatch, live: Sequence[Request], widths: Widths) -> None
             request.statistics.count_round(
                 result.proposals[row], result.licensed[row] - 1, result.columns[row]
             )
-        committed[row] = preview(request, result.outputs[row], result.licensed[row])
-    device.commit(committed)
+        decisions[row] = preview(request, result.outputs[row], result.licensed[row])
+    device.commit({row: decision.committed for row, decision in decisions.items()})
     tokens = sum(result.licensed[request.row] for request in live)
     widths.learn(len(live), nodes, tokens, time.perf_counter() - start)
     for request in live:
-        publish(request, result.outputs[request.row][: committed[request.row]])
+        account(request, decisions[request.row])
+        publish(request, decisions[request.row])

@@ -1,31 +1,38 @@
 """What the caller sees of a round. Runs only after the round's commit has been issued.
 
-Order of a round on the host (contracts 9.5): preview -> commit -> ``publish``, which first counts
-the outputs against the budget and decides whether the request ends, then hands them out. A
+Order of a round on the host (contracts 9.5): preview -> commit -> ``account`` -> ``publish``, where
+``account`` counts the outputs against the budget and ends the request if the decision says so. A
 commit that fails therefore publishes nothing.
 """
 
-from collections.abc import Sequence
+from dflash_jax.engine.preview import Decision
+from dflash_jax.engine.request import FinishReason, Piece, Request
 
-from dflash_jax.engine.request import FinishReason, Request
 
-
-def publish(request: Request, outputs: Sequence[int]) -> None:
-    """Accounts for the N committed outputs of one row and shows them to the caller.
+def account(request: Request, decision: Decision) -> None:
+    """Enters the N committed outputs of one row; N = 0 enters nothing.
 
     Args:
       request: the row's request; gets the tokens, and a finish reason when they end it.
-      outputs: y_1..y_N. Empty for N = 0: nothing is counted and nothing shown.
-    Effects: calls ``request.on_tokens`` once; an answer of False cancels a request that goes on.
+      decision: of this round's `preview`, whose commit has been issued.
     Source: contracts 9.5.
     """
-    if not outputs:
+    if not decision.tokens:
         return
-    request.tokens.extend(outputs)
+    request.watch = decision.watch
+    request.tokens.extend(decision.tokens)
     request.statistics.new_tokens = len(request.tokens)
-    if outputs[-1] in request.eos_ids:
-        request.end(FinishReason.EOS)
-    elif request.remaining == 0:
-        request.end(FinishReason.LENGTH)
-    if request.on_tokens is not None and request.on_tokens(request.row, list(outputs)) is False:
+    request.pieces.append(Piece(tokens=decision.tokens, text=decision.text))
+    if decision.reason is not None:
+        request.end(decision.reason)
+
+
+def publish(request: Request, decision: Decision) -> None:
+    """Shows the caller the outputs that have been entered.
+
+    Effects: calls ``request.on_tokens`` once; an answer of False cancels a request that goes on.
+    """
+    if not decision.tokens or request.on_tokens is None:
+        return
+    if request.on_tokens(request.row, list(decision.tokens)) is False:
         request.end(FinishReason.CANCELLED)

@@ -1,10 +1,19 @@
-"""What a caller asks for, how far it got, and what comes back. Plain Python, no arrays."""
+"""What a caller asks for, how far it got, and what comes back. Plain Python, no device arrays."""
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import numpy as np
+
+from dflash_jax.engine.statistics import Statistics, total_statistics
+from dflash_jax.engine.watch import Watch
 from dflash_jax.sampling.params import SamplingParams
+
+__all__ = [
+    "Embeddings", "FinishReason", "OnTokens", "Output", "Piece", "Request", "Statistics",
+    "total_statistics",
+]
 
 OnTokens = Callable[[int, list[int]], bool | None]
 
@@ -13,128 +22,89 @@ class FinishReason(enum.StrEnum):
     """Why a request ended."""
 
     EOS = "eos"
+    STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
     FAULT = "fault"
 
 
-@dataclasses.dataclass(kw_only=True)
-class Statistics:
-    """Counters of one request (contracts section 10), or of several added up.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one commit let the caller see.
 
     Fields:
-      rounds: rounds with at least one verified proposal (P > 0).
-      single_steps: rounds without one (P = 0): the last token of a budget, or no draft.
-      drafted: proposals verified, the sum of P.
-      accepted: proposals accepted, the sum of A.
-      accepted_by_position: entry i counts rounds whose proposal at depth i + 1 was accepted.
-      widths: rounds by the number of columns verified: P + 1 on a chain, up to W_t in a tree.
-      requests: how many requests were added up.
-      prompt_tokens, new_tokens: tokens read, tokens published.
-      prefill_seconds: wall time from the start to the first token, compilation included.
-      decode_seconds: wall time of the rounds, compilation left out.
+      tokens: the committed ids; none when only text that was held back came out.
+      text: the text that is certain now; empty without a tokenizer.
     """
 
-    rounds: int = 0
-    single_steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    accepted_by_position: list[int] = dataclasses.field(default_factory=list)
-    widths: dict[int, int] = dataclasses.field(default_factory=dict)
-    requests: int = 1
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-    def count_round(self, proposals: int, accepted: int, columns: int | None = None) -> None:
-        """Counts a round of P = ``proposals`` and A = ``accepted``; a chain has P + 1 columns."""
-        columns = proposals + 1 if columns is None else columns
-        self.widths[columns] = self.widths.get(columns, 0) + 1
-        if proposals == 0:
-            self.single_steps += 1
-            return
-        self.rounds += 1
-        self.drafted += proposals
-        self.accepted += accepted
-        missing = proposals - len(self.accepted_by_position)
-        self.accepted_by_position += [0] * max(missing, 0)
-        for position in range(accepted):
-            self.accepted_by_position[position] += 1
-
-    @property
-    def acceptance(self) -> float:
-        """Accepted share of the verified proposals, 0 without any."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Outputs licensed by an average speculative round, 1 + accepted / rounds."""
-        return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of the rounds (all but each first one) over their wall time, 0 without any."""
-        decoded = max(self.new_tokens - self.requests, 0)
-        return decoded / self.decode_seconds if self.decode_seconds else 0.0
-
-
-def total_statistics(statistics: Sequence[Statistics]) -> Statistics:
-    """Adds counters of requests that shared their rounds.
-
-    The times are those of the slowest request, so ``tokens_per_second`` is the batch's throughput.
-    """
-    width = max((len(item.accepted_by_position) for item in statistics), default=0)
-    columns = [0] * width
-    for item in statistics:
-        for position, count in enumerate(item.accepted_by_position):
-            columns[position] += count
-    widths: dict[int, int] = {}
-    for item in statistics:
-        for width, count in item.widths.items():
-            widths[width] = widths.get(width, 0) + count
-    return Statistics(
-        widths=widths,
-        rounds=sum(item.rounds for item in statistics),
-        single_steps=sum(item.single_steps for item in statistics),
-        drafted=sum(item.drafted for item in statistics),
-        accepted=sum(item.accepted for item in statistics),
-        accepted_by_position=columns,
-        requests=sum(item.requests for item in statistics),
-        prompt_tokens=sum(item.prompt_tokens for item in statistics),
-        new_tokens=sum(item.new_tokens for item in statistics),
-        prefill_seconds=max((item.prefill_seconds for item in statistics), default=0.0),
-        decode_seconds=max((item.decode_seconds for item in statistics), default=0.0),
-    )
+    tokens: tuple[int, ...]
+    text: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """What ``generate`` returns for one prompt.
+    """What a finished request returns.
 
     Fields:
-      tokens: the new token ids, the EOS id included when one ended the request.
+      tokens: the new token ids, those that ended the request included.
       finish_reason: why it ended.
       statistics: its counters.
+      text: text of the tokens, up to the stop string if one ended it; empty without a tokenizer.
+      number: the request's number.
     """
 
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     statistics: Statistics
+    text: str = ""
+    number: int = 0
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Embeddings:
+    """Rows that take the place of the embedding at some prompt positions, for example images.
+
+    Fields:
+      rows: [n, H], any float dtype.
+      index: [n] int, places in the prompt, increasing.
+      positions: [T, 3] int32, rotation positions (time, height, width) of the whole prompt.
+      rope_delta: next rotation position minus token count at the prompt's end.
+    """
+
+    rows: np.ndarray
+    index: np.ndarray
+    positions: np.ndarray
+    rope_delta: int
+
+    @classmethod
+    def at(cls, rows, index, prompt_tokens: int) -> "Embeddings":
+        """Rows at places whose rotation positions are those of text."""
+        line = np.arange(prompt_tokens, dtype=np.int32)
+        return cls(
+            rows=np.asarray(rows), index=np.asarray(index, np.int64),
+            positions=np.repeat(line[:, None], 3, axis=1), rope_delta=0,
+        )
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Request:
     """One request while it runs.
 
     Fields:
-      row: place in the caller's list of prompts, and the first argument of ``on_tokens``.
+      row: its number, and the first argument of ``on_tokens``. ``generate``: place in the caller's
+        list of prompts, and row of the batch.
       prompt: token ids to continue.
       max_new_tokens: outputs it may publish.
       eos_ids: ids that end it; the id itself is published.
+      stop_sequences: id sequences that end it; their ids are published.
+      stop_strings: strings that end it; the text ends before them, the ids do not.
+      decode: text of ids; needed for ``stop_strings`` and for any text.
       sampling: its controls; greedy by default.
+      embeddings: rows for some prompt positions, or None.
       on_tokens: called with (row, new ids) after each commit; returning False cancels the row.
       tokens: outputs published so far.
+      pieces: what came out with each commit.
+      watch: what has been seen of stops, and the text held back for them.
       finish_reason: None while it runs.
       statistics: its counters.
 
@@ -145,11 +115,22 @@ class Request:
     prompt: tuple[int, ...]
     max_new_tokens: int
     eos_ids: frozenset[int] = frozenset()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    decode: Callable[..., str] | None = None
     sampling: SamplingParams = SamplingParams()
+    embeddings: Embeddings | None = None
     on_tokens: OnTokens | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    watch: Watch = dataclasses.field(init=False)
     finish_reason: FinishReason | None = None
     statistics: Statistics = dataclasses.field(default_factory=Statistics)
+
+    def __post_init__(self):
+        self.watch = Watch(
+            sequences=self.stop_sequences, strings=self.stop_strings, decode=self.decode
+        )
 
     @property
     def remaining(self) -> int:
@@ -161,10 +142,41 @@ class Request:
         """Tokens the target has processed: all but the anchor, once the first token is there."""
         return len(self.prompt) + max(len(self.tokens) - 1, 0)
 
+    @property
+    def ledger(self) -> list[int]:
+        """All its token ids: the prompt and what has been published."""
+        return [*self.prompt, *self.tokens]
+
+    @property
+    def text(self) -> str:
+        """The text shown so far."""
+        return "".join(piece.text for piece in self.pieces)
+
+    def continued(self, row: int, **changes) -> "Request":
+        """A request of that number that goes on from where this one stands, with some changes.
+
+        It has the same prompt, controls, stops and published tokens, its own counters, nobody to
+        call, and no end. Nothing mutable is shared.
+        """
+        fields = {
+            "row": row, "tokens": list(self.tokens), "pieces": list(self.pieces),
+            "on_tokens": None, "finish_reason": None,
+            "statistics": Statistics(
+                prompt_tokens=len(self.prompt), new_tokens=len(self.tokens)
+            ),
+        }
+        other = dataclasses.replace(self, **(fields | changes))
+        other.watch = self.watch
+        return other
+
     def end(self, reason: FinishReason) -> None:
-        """Ends the request; the first reason stands."""
-        if self.finish_reason is None:
-            self.finish_reason = reason
+        """Ends the request and lets out the text still held back; the first reason stands."""
+        if self.finish_reason is not None:
+            return
+        self.finish_reason = reason
+        self.watch, text = self.watch.finish()
+        if text:
+            self.pieces.append(Piece(tokens=(), text=text))
 
     def output(self) -> Output:
         """The finished request as the caller sees it."""
@@ -174,4 +186,6 @@ class Request:
             tokens=tuple(self.tokens),
             finish_reason=self.finish_reason,
             statistics=self.statistics,
+            text=self.text,
+            number=self.row,
         )

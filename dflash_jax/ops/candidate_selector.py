@@ -5,6 +5,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from dflash_jax.ops.dispatch import choose
+from dflash_jax.pallas import candidate_selector as kernel
+
 
 @struct.dataclass(kw_only=True)
 class Walk:
@@ -96,6 +99,40 @@ def conditional_walk(edges, candidates, temperature, uniforms):
     ranks = ranks.T
     tokens = jnp.take_along_axis(candidates, ranks[..., None], axis=2)[..., 0]
     return Walk(ranks=ranks, tokens=tokens, q=jnp.moveaxis(q, 0, 1))
+
+
+def select(
+    unary, candidates, anchor, query, predecessor, successor, temperature, uniforms, *,
+    implementation="auto",
+):
+    """`conditional_walk` over `edge_scores`: the path without the lattice where that is less work.
+
+    Args:
+      the operands of the two.
+      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
+    Returns:
+      Walk.
+    Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
+    Source: contracts 5.9.
+    """
+    form = choose(implementation, gpu="xla", other="xla")
+    if form == "xla":
+        edges = edge_scores(unary, candidates, anchor, query, predecessor, successor)
+        return conditional_walk(edges, candidates, temperature, uniforms)
+    if form not in ("pallas", "interpret"):
+        raise ValueError(
+            f"implementation: expected auto, xla, pallas or interpret, got {implementation!r}"
+        )
+    if not kernel.supports(candidates.shape[2], predecessor.shape[1]):
+        raise NotImplementedError(
+            f"candidate_selector: the kernel takes powers of two, got {candidates.shape[2]} "
+            f"candidates, rank {predecessor.shape[1]}"
+        )
+    ranks, tokens, q = kernel.walk(
+        unary, candidates, anchor, query, predecessor, successor, temperature, uniforms,
+        interpret=form == "interpret",
+    )
+    return Walk(ranks=ranks, tokens=tokens, q=q)
 
 
 def edge_law(scores, temperature):

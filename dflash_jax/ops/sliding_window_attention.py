@@ -10,11 +10,13 @@ from dflash_jax.ops.attention import (
     normalise,
     unfold_heads,
 )
+from dflash_jax.ops.dispatch import choose
+from dflash_jax.pallas import sliding_window_attention as kernel
 
 
 def sliding_window_attention(
     query, block_key, block_value, ring_key, ring_value, slot, frontier, live, *,
-    window, causal, scale,
+    window, causal, scale, implementation="auto",
 ):
     """Attends the block's columns to a ring of context and to one another.
 
@@ -31,13 +33,14 @@ def sliding_window_attention(
       window:      distance in tokens; window - 1 is seen, window is not. Static.
       causal:      the layer's flag from the draft config. Static.
       scale:       score multiplier. Static.
+      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
     Returns:
       [B, W, Hq, D] in query's dtype; columns >= live are exactly zero.
     Numeric: scores, softmax and sums in fp32; probabilities meet a value in the value's dtype; the
       output is rounded once.
     Effects: none. Ring bytes outside [max(0, F_ctx - S), F_ctx) and columns >= live may hold
       anything, NaN included, and never reach the result.
-    Raises: ValueError for shapes.
+    Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: the DFlash reference document, draft attention; contracts 2 and 5.3.
     """
     batch, width, heads, dim = query.shape
@@ -49,19 +52,41 @@ def sliding_window_attention(
         )
     folded = fold_heads(query, kv_heads)
     columns = jnp.arange(width)
-    alive = columns[None, :] < live[:, None]
+    near = jnp.abs(columns[:, None] - columns[None, :]) < window
+    inside = block_visibility("causal" if causal else "full", batch, width, live) & near[None]
+    own_key, own_value = (jnp.moveaxis(x, 1, 2) for x in (block_key, block_value))
+    form = _choose(implementation, width, capacity, dim)
+    if form != "xla":
+        mixed = kernel.attend(
+            folded, own_key, own_value, ring_key, ring_value, slot, frontier, live, inside,
+            width=width, window=window, scale=scale, interpret=form == "interpret",
+        )
+        return unfold_heads(mixed, width)
+    block = attend(folded, own_key, own_value, inside, scale)
 
+    alive = columns[None, :] < live[:, None]
     position = ring_positions(frontier, capacity)
     distance = frontier[:, None, None] + columns[None, :, None] - position[:, None, :]
     visible = (position[:, None, :] >= 0) & (distance < window) & alive[:, :, None]
     lane = jnp.minimum(slot, slots - 1)
     context = attend(folded, ring_key[lane], ring_value[lane], visible, scale)
-
-    near = jnp.abs(columns[:, None] - columns[None, :]) < window
-    inside = block_visibility("causal" if causal else "full", batch, width, live) & near[None]
-    own_key, own_value = (jnp.moveaxis(x, 1, 2) for x in (block_key, block_value))
-    block = attend(folded, own_key, own_value, inside, scale)
     return unfold_heads(normalise(merge(context, block)), width).astype(query.dtype)
+
+
+def _choose(implementation: str, width: int, capacity: int, dim: int) -> str:
+    """The form to run: "xla", "pallas" or "interpret"."""
+    form = choose(implementation, gpu="xla", other="xla")
+    if form not in ("xla", "pallas", "interpret"):
+        raise ValueError(
+            f"implementation: expected auto, xla, pallas or interpret, got {implementation!r}"
+        )
+    if form != "xla" and not kernel.supports(width, capacity, dim):
+        raise NotImplementedError(
+            f"sliding_window_attention: the kernel takes blocks of at most {kernel.MAX_WIDTH} "
+            f"columns, rings in multiples of 16 and power-of-two heads of at least 16, got width "
+            f"{width}, ring {capacity}, head_dim {dim}"
+        )
+    return form
 
 
 def ring_positions(frontier, capacity: int):

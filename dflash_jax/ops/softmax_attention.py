@@ -11,6 +11,8 @@ from dflash_jax.ops.attention import (
     normalise,
     unfold_heads,
 )
+from dflash_jax.ops.dispatch import choose
+from dflash_jax.pallas import softmax_attention as kernel
 
 # A longer context is read in stretches, in a loop that ends with the longest row: at most this many
 # positions, and at most this many scores, at a time.
@@ -20,7 +22,7 @@ SCORES = 1 << 26
 
 def softmax_attention(
     query, block_key, block_value, key_pages, value_pages, table, frontier, live, *,
-    block_mask, scale,
+    block_mask, scale, implementation="auto",
 ):
     """Attends the block's columns to [0, frontier) in pages and to one another.
 
@@ -36,13 +38,14 @@ def softmax_attention(
       live:        [B] int32, block columns that exist, 0..W.
       block_mask:  "causal", "full" or bool [B, W, W] (row = query, column = key).
       scale:       score multiplier. Static.
+      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
     Returns:
       [B, W, Hq, D] in query's dtype; columns >= live are exactly zero.
     Numeric: scores, softmax and sums in fp32; probabilities meet a value in the value's dtype; the
       output is rounded once.
     Effects: none. Page bytes at positions >= frontier, unmapped pages and columns >= live may hold
       anything, NaN included, and never reach the result.
-    Raises: ValueError for shapes.
+    Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 5.3 and 6.4.
     """
     batch, width, heads, dim = query.shape
@@ -57,6 +60,13 @@ def softmax_attention(
 
     own_key, own_value = (jnp.moveaxis(x, 1, 2) for x in (block_key, block_value))
     visible = block_visibility(block_mask, batch, width, live)
+    form = _choose(implementation, width, page, dim)
+    if form != "xla":
+        mixed = kernel.attend(
+            folded, own_key, own_value, key_pages, value_pages, table, frontier, live,
+            visible, width=width, scale=scale, interpret=form == "interpret",
+        )
+        return unfold_heads(mixed, width)
     part = attend(folded, own_key, own_value, visible, scale)
 
     def absorb(first_page, part, pages):
@@ -83,6 +93,22 @@ def softmax_attention(
 
         part = lax.fori_loop(0, jnp.minimum(stretches, padded.shape[1] // step), stretch, part)
     return unfold_heads(normalise(part), width).astype(query.dtype)
+
+
+def _choose(implementation: str, width: int, page: int, dim: int) -> str:
+    """The form to run: "xla", "pallas" or "interpret"."""
+    form = choose(implementation, gpu="xla", other="xla")
+    if form not in ("xla", "pallas", "interpret"):
+        raise ValueError(
+            f"implementation: expected auto, xla, pallas or interpret, got {implementation!r}"
+        )
+    if form != "xla" and not kernel.supports(width, page, dim):
+        raise NotImplementedError(
+            f"softmax_attention: the kernel takes blocks of at most {kernel.MAX_WIDTH} columns and "
+            f"power-of-two pages and heads of at least 16, got width {width}, page {page}, "
+            f"head_dim {dim}"
+        )
+    return form
 
 
 def ancestor_mask(parent):

@@ -5,6 +5,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from dflash_jax.ops.dispatch import choose
+from dflash_jax.pallas import sparse_moe as kernel
+
 # Up to here an expert multiplies all tokens, chosen or not: more products, but no sort by expert,
 # and 0.9 ms instead of 4.2 ms for 128 tokens of a 256 x (2048, 512) layer on an H200.
 _FEW_TOKENS = 256
@@ -49,7 +52,7 @@ def route(logits, experts_per_token):
     return Routing(experts=experts, weights=jax.nn.softmax(chosen, axis=-1))
 
 
-def expert_mlp(x, routing, gate_up, down, out_dtype):
+def expert_mlp(x, routing, gate_up, down, out_dtype, *, implementation="auto"):
     """Applies to every token its experts: y = sum_j w_j * down_e (silu(gate_e x) * up_e x).
 
     Args:
@@ -58,13 +61,14 @@ def expert_mlp(x, routing, gate_up, down, out_dtype):
       gate_up:   [E, 2I, H], dtype of x; gate rows, then up rows.
       down:      [E, H, I], dtype of x.
       out_dtype: dtype of the result.
+      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
     Returns:
       [T, H] out_dtype. A token's result depends on no other token: dead ones may be NaN.
     Numeric: products and sums in fp32 (fp32 operands: no TF32); the SwiGLU product is rounded to
       the dtype of x; experts are summed best first, in fp32.
     Memory: fp32 [E, T, max(2I, H)] up to 256 tokens (0.5 GiB for 256 experts, H 2048); beyond it
       fp32 [T, k, H] and the matrices of 16 experts.
-    Raises: ValueError for shapes or dtypes.
+    Raises: ValueError for shapes or dtypes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 6.3.6.
     """
     tokens, hidden = x.shape
@@ -78,12 +82,34 @@ def expert_mlp(x, routing, gate_up, down, out_dtype):
         raise ValueError(f"x: expected dtype {gate_up.dtype} = {down.dtype}, got {x.dtype}")
     if routing.experts.shape[0] != tokens:
         raise ValueError(f"routing: expected {tokens} tokens, got {routing.experts.shape}")
-    by_choice = _all_tokens_of_active_experts if tokens <= _FEW_TOKENS else _tiles_of_experts
-    outputs = by_choice(x, routing.experts, gate_up, down)
+    form = _choose(implementation, tokens, hidden, inner)
+    if form != "xla":
+        outputs = kernel.expert_outputs(
+            x, routing.experts, gate_up, down, interpret=form == "interpret"
+        )
+    elif tokens <= _FEW_TOKENS:
+        outputs = _all_tokens_of_active_experts(x, routing.experts, gate_up, down)
+    else:
+        outputs = _tiles_of_experts(x, routing.experts, gate_up, down)
     total = routing.weights[:, 0, None] * outputs[:, 0]
     for choice in range(1, outputs.shape[1]):
         total = total + routing.weights[:, choice, None] * outputs[:, choice]
     return total.astype(out_dtype)
+
+
+def _choose(implementation: str, tokens: int, hidden: int, inner: int) -> str:
+    """The form to run: "xla", "pallas" or "interpret"."""
+    form = choose(implementation, gpu="xla", other="xla")
+    if form not in ("xla", "pallas", "interpret"):
+        raise ValueError(
+            f"implementation: expected auto, xla, pallas or interpret, got {implementation!r}"
+        )
+    if form != "xla" and not kernel.supports(tokens, hidden, inner):
+        raise NotImplementedError(
+            f"sparse_moe: the kernel takes at most {kernel.MAX_TOKENS} tokens, and hidden and "
+            f"inner in multiples of 16, got {tokens} tokens, hidden {hidden}, inner {inner}"
+        )
+    return form
 
 
 def _all_tokens_of_active_experts(x, experts, gate_up, down):

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from dflash_jax.ops.dispatch import choose
 from dflash_jax.ops.linear import linear
+from dflash_jax.pallas import vocab as kernel
 
 # lax.top_k runs one program a row on a GPU, so a long row is cut: 97 blocks of 248320.
 _BLOCK = 2560
@@ -31,7 +33,9 @@ class Argmax:
     finite: jax.Array
 
 
-def linear_topk(hidden, head, *, k, public_rows, token_ids=None, ids_sorted=False):
+def linear_topk(
+    hidden, head, *, k, public_rows, token_ids=None, ids_sorted=False, implementation="auto"
+):
     """Keeps the k best rows of a head by fp32 score; equal scores go to the lower global id.
 
     score[row] = sum_h head[row, h] * hidden[h]; +0 and -0 are equal.
@@ -44,10 +48,13 @@ def linear_topk(hidden, head, *, k, public_rows, token_ids=None, ids_sorted=Fals
       token_ids:   None (row = id), or [rows] int32, distinct global ids of the rows; then all
         rows take part.
       ids_sorted:  states that token_ids ascend, which saves a sort and a gather. Static.
+      implementation: of the selection: "xla", "pallas", "interpret" or "auto", which is "xla".
+        Static.
     Returns:
       TopK.
     Numeric: scores in fp32, never rounded to a logits dtype.
-    Raises: ValueError for shapes, dtypes or fewer than k eligible rows.
+    Raises: ValueError for shapes, dtypes or fewer than k eligible rows; NotImplementedError if a
+      named kernel lacks the case.
     Source: contracts 5.8.
     """
     rows = head.shape[0]
@@ -59,14 +66,33 @@ def linear_topk(hidden, head, *, k, public_rows, token_ids=None, ids_sorted=Fals
             f"token_ids: expected int32 ({rows},), got {token_ids.dtype} {token_ids.shape}"
         )
     scores = linear(hidden, head, jnp.float32)
-    scores = jnp.where(scores == 0, 0.0, scores)
-    if token_ids is None:
-        scores = jnp.where(jnp.arange(rows) < eligible, scores, -jnp.inf)
-    elif not ids_sorted:
+    if token_ids is not None and not ids_sorted:
         order = jnp.argsort(token_ids)
         scores, token_ids = scores[..., order], token_ids[order]
-    best, index = _top_k_by_blocks(scores, k)
+    best, index = top_k(scores, k=k, eligible=eligible, implementation=implementation)
     return TopK(scores=best, ids=index if token_ids is None else token_ids[index])
+
+
+def top_k(scores, *, k, eligible, implementation="auto"):
+    """The k best of the first `eligible` scores, best first; equal ones by lower index.
+
+    Args:
+      scores: [..., N] fp32; +0 and -0 are equal; from `eligible` on anything.
+      k, eligible: k <= eligible <= N. Static.
+      implementation: as in `linear_topk`. Static.
+    Returns:
+      scores [..., k] fp32 and indices [..., k] int32.
+    Source: contracts 5.8.
+    """
+    form, count = _choose(implementation, k), scores.shape[-1]
+    if form == "xla":
+        scores = jnp.where(scores == 0, 0.0, scores)
+        scores = jnp.where(jnp.arange(count) < eligible, scores, -jnp.inf)
+        return _top_k_by_blocks(scores, k)
+    best = kernel.top_k(
+        scores.reshape(-1, count), k=k, eligible=eligible, interpret=form == "interpret"
+    )
+    return tuple(x.reshape(*scores.shape[:-1], k) for x in best)
 
 
 def linear_argmax(hidden, head, *, public_rows, logits_dtype):
@@ -106,6 +132,20 @@ def public_argmax(logits, public_rows):
     public = logits[..., :public_rows]
     finite = jnp.isfinite(jnp.max(public, axis=-1)) & ~jnp.isnan(public).any(axis=-1)
     return Argmax(index=_lowest_maximum(logits, public_rows), finite=finite)
+
+
+def _choose(implementation: str, k: int) -> str:
+    """The form to run: "xla", "pallas" or "interpret"."""
+    form = choose(implementation, gpu="xla", other="xla")
+    if form not in ("xla", "pallas", "interpret"):
+        raise ValueError(
+            f"implementation: expected auto, xla, pallas or interpret, got {implementation!r}"
+        )
+    if form != "xla" and not kernel.supports(k):
+        raise NotImplementedError(
+            f"linear_topk: the kernel keeps at most {kernel.BLOCK} candidates, got {k}"
+        )
+    return form
 
 
 def _lowest_maximum(logits, public_rows):

@@ -50,7 +50,7 @@ class Models:
 
     @property
     def draft_module(self) -> DFlash | DFlash2:
-        return build_draft(self.draft, self.run.dtypes)
+        return build_draft(self.draft, self.run.dtypes, self.run.implementation)
 
     @property
     def whole_block(self) -> bool:

@@ -19,6 +19,7 @@ class GatedAttention(nn.Module):
 
     config: TargetConfig
     dtypes: DtypePolicy
+    implementation: str = "auto"
 
     def setup(self):
         config, param = self.config, self.dtypes.param_dtype
@@ -33,13 +34,14 @@ class GatedAttention(nn.Module):
         self.key_norm = RMSNorm(config.head_dim, config.norm_eps, offset=True)
         self.output = Linear(config.hidden, query, param)
 
-    def __call__(self, x, columns, pages):
+    def __call__(self, x, columns, pages, *, prefill: bool):
         """Attends the block's columns to the committed context and to one another.
 
         Args:
           x: [B, W, H], normed.
           columns: `TargetColumns`.
           pages: `KVPages` of this layer; read only.
+          prefill: whether x is a chunk of a prompt, which has no kernel.
         Returns:
           y [B, W, H], and the columns' rows (key, value), each [B, W, Hkv, D], as the cache will
           store them: the block is attended in that form, so a write first would change nothing.
@@ -56,6 +58,7 @@ class GatedAttention(nn.Module):
         mixed = softmax_attention(
             query, key, value, pages.key, pages.value, columns.table, columns.frontier,
             columns.live, block_mask=columns.block_mask, scale=config.head_dim**-0.5,
+            implementation="xla" if prefill else self.implementation,
         )
         gate = jax.nn.sigmoid(parts["gate"].astype(jnp.float32))
         mixed = mixed.reshape(gate.shape).astype(jnp.float32) * gate

@@ -90,11 +90,11 @@ class TargetBlock(nn.Module):
         self.input_norm = RMSNorm(config.hidden, config.norm_eps, offset=True)
         self.post_norm = RMSNorm(config.hidden, config.norm_eps, offset=True)
         if self.kind == LayerKind.FULL:
-            self.attention = GatedAttention(config, self.dtypes)
+            self.attention = GatedAttention(config, self.dtypes, self.implementation)
         else:
             self.delta_net = GatedDeltaNet(config, self.dtypes, self.implementation)
         if config.moe is not None:
-            self.moe = SparseMoe(config, self.dtypes)
+            self.moe = SparseMoe(config, self.dtypes, self.implementation)
         else:
             self.mlp = SwiGlu(config.hidden, config.intermediate, self.dtypes.param_dtype)
 
@@ -103,15 +103,16 @@ class TargetBlock(nn.Module):
         dtype = self.dtypes.activation_dtype
         normed = self.input_norm(x).astype(dtype)
         if self.kind == LayerKind.FULL:
-            mixed, kept = self.attention(normed, columns, memory)
+            mixed, kept = self.attention(normed, columns, memory, prefill=not records)
         elif records:
             mixed, kept = self.delta_net.verify(normed, columns, memory)
         else:
             mixed, kept = self.delta_net.prefill(normed, columns, memory)
         x = x + mixed
         normed = self.post_norm(x).astype(dtype)
-        ffn = self.mlp(normed, dtype) if self.config.moe is None else self.moe(normed)
-        return x + ffn, kept
+        if self.config.moe is None:
+            return x + self.mlp(normed, dtype), kept
+        return x + self.moe(normed, prefill=not records), kept
 
 
 class Target(nn.Module):

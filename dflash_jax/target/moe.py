@@ -18,6 +18,7 @@ class SparseMoe(nn.Module):
 
     config: TargetConfig
     dtypes: DtypePolicy
+    implementation: str = "auto"
 
     def setup(self):
         moe, hidden, param = self.config.moe, self.config.hidden, self.dtypes.param_dtype
@@ -30,12 +31,15 @@ class SparseMoe(nn.Module):
         self.down = self.param("down", matrix_init, down, param)
         self.shared = SwiGlu(hidden, moe.shared_intermediate, param)
 
-    def __call__(self, x):
-        """[B, W, H] normed -> [B, W, H]."""
+    def __call__(self, x, *, prefill: bool):
+        """[B, W, H] normed -> [B, W, H]; a chunk of a prompt has no kernel."""
         dtype = self.dtypes.activation_dtype
         tokens = x.reshape(-1, x.shape[-1])
         scores = self.router(tokens, jnp.float32)
         routing = route(scores["experts"], self.config.moe.experts_per_token)
-        routed = expert_mlp(tokens, routing, self.gate_up, self.down, jnp.float32)
+        routed = expert_mlp(
+            tokens, routing, self.gate_up, self.down, jnp.float32,
+            implementation="xla" if prefill else self.implementation,
+        )
         shared = self.shared(tokens, jnp.float32) * jax.nn.sigmoid(scores["shared"])
         return (routed + shared).astype(dtype).reshape(x.shape)

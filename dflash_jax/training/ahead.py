@@ -11,6 +11,7 @@ from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.steps import Params
 from dflash_jax.training.capture import capture_batch
 from dflash_jax.training.continuations import continue_batch
+from dflash_jax.training.figures import measured_models
 from dflash_jax.training.fit import abstract_state, train_steps
 from dflash_jax.training.parameters import draft_params, start_draft, start_target, target_params
 from dflash_jax.training.recipe import DRAFT_TOKENS, SERVING, Recipe
@@ -75,7 +76,9 @@ class CompileAhead:
             target=target_params(target, start_target(target, 0), SERVING),
             draft=draft_params(config, start_draft(config, 0), SERVING),
         )
-        models = recipe.validation(target, config)
+        models = measured_models(
+            target, config, recipe.held_out_prompts, recipe.prompt, recipe.held_out_tokens
+        )
         measure_acceptance(models, params, [[0] * recipe.prompt], 2)
         stop = recipe.prompt + recipe.held_out_tokens
         anchors = len(range(recipe.prompt, stop - DRAFT_TOKENS, ANCHOR_STRIDE))

@@ -2,6 +2,7 @@
 
 import json
 
+CARD = "MODEL_CARD.md"
 TEMPLATE = """# A tiny target with a DFlash and a DFlash2 draft
 
 A byte-level BPE of {ids} ids, a Qwen3.5-family hybrid target of {target} parameters (3 Gated
@@ -16,41 +17,49 @@ nothing.
 Sources of the standard library of CPython {python}, test suite included: {files} files and {bytes}
 bytes ({tokens} tokens) to train on. {held_files} files ({held_tokens} tokens) are held out, chosen
 by SHA-256 of the file's name. The drafts are trained on {sequences} sequences that the target
-itself wrote behind training prompts ({heats} temperature).
+itself wrote behind training prompts ({heats}).
 
 ## Recipe
 
     {command}
 
-{device}. Target {target_steps} steps, drafts {dflash_steps} and {dflash2_steps} steps, AdamW with
-warm-up and cosine, gradient clipping; blocks of an anchor and {draft_tokens} masks at random
+On {device}: target {target_steps} steps, drafts {dflash_steps} and {dflash2_steps} steps, AdamW
+with warm-up and cosine, gradient clipping; blocks of an anchor and {draft_tokens} masks at random
 anchors, cross-entropy on the token at each mask's position weighted by exp(-i / {gamma}), for
-DFlash2 the same over the selector's candidates behind the true predecessor. Everything:
+DFlash2 the same over the selector's candidates behind the true predecessor. Losses are in
+`report.json`. Seconds of each stage:
+
+    {seconds}
+
+Sizes and budgets:
 
     {recipe}
 
-## Held-out acceptance, greedy, K = {draft_tokens}
+## Held-out acceptance, K = {draft_tokens}
 
 {prompts} prompts of {prompt} tokens from held-out files, {new_tokens} new tokens each
-(`held_out_prompts.json`); 95% bootstrap intervals over prompts.
+(`{prompt_file}`); 95% bootstrap intervals over prompts. Measured in bfloat16 on
+{measured}; the row "when training ended" on {device}. A device that rounds
+otherwise writes other texts.
 
 | | DFlash | DFlash2 |
 |---|---|---|
 {rows}
 
-Recall is over blocks at every eighth position of the target's own continuations, whatever came
-before in the block. The same figures again, from the folders:
+Recall is over blocks at every eighth position of the target's own greedy continuations, whatever
+came before in the block. min(p, q) is summed over the vocabulary and averaged over the proposals
+that were judged; the accepted share of these has to agree with it. The figures again, from the
+folders, into this file and `report.json`:
 
-    python scripts/train_draft.py --validate --target OUT/target --draft OUT/dflash2 \\
-        --prompts OUT/held_out_prompts.json --new-tokens {new_tokens}
+    python scripts/make_tiny_pair.py --measure FOLDER
 """
 
 
-def model_card(report: dict, *, command: str, device: str) -> str:
+def model_card(report: dict) -> str:
     """MODEL_CARD.md from a finished report."""
     corpus, recipe = report["corpus"], report["recipe"]
-    acceptance = report["dflash"]["acceptance"]
-    heats = recipe["temperatures"]
+    acceptance, heats = report["dflash"]["acceptance"], recipe["temperatures"]
+    shares = (f"{heats.count(t)} of {len(heats)} at temperature {t:g}" for t in sorted(set(heats)))
     return TEMPLATE.format(
         ids=corpus["ids"], python=corpus["python"], files=corpus["train"]["files"],
         bytes=corpus["train"]["bytes"], tokens=corpus["train"]["tokens"],
@@ -58,11 +67,12 @@ def model_card(report: dict, *, command: str, device: str) -> str:
         target=report["target"]["parameters"], target_steps=report["target"]["steps"],
         dflash=report["dflash"]["parameters"], dflash_steps=report["dflash"]["steps"],
         dflash2=report["dflash2"]["parameters"], dflash2_steps=report["dflash2"]["steps"],
-        sequences=report["continuations"]["sequences"],
-        heats=", ".join(f"{heats.count(t)} of {len(heats)} at {t:g}" for t in sorted(set(heats))),
-        command=command, device=device, draft_tokens=len(acceptance["conditional"]),
-        gamma=recipe["gamma"], recipe=json.dumps(recipe), prompts=acceptance["prompts"],
-        prompt=recipe["prompt"], new_tokens=acceptance["new_tokens"],
+        sequences=report["continuations"]["sequences"], heats=", ".join(shares),
+        command=report["command"], device=report["device"], measured=report["measured"],
+        seconds=", ".join(f"{name} {value:g}" for name, value in report["seconds"].items()),
+        draft_tokens=len(acceptance["conditional"]), gamma=recipe["gamma"],
+        recipe=json.dumps(recipe), prompts=acceptance["prompts"], prompt=recipe["prompt"],
+        new_tokens=acceptance["new_tokens"], prompt_file="held_out_prompts.json",
         rows="\n".join(_rows(report["dflash"], report["dflash2"])),
     )
 
@@ -71,13 +81,20 @@ def _rows(*drafts: dict):
     def row(name, *cells):
         return f"| {name} | {' | '.join(cells)} |"
 
-    yield row("tokens per round", *(_interval(d["acceptance"]["tokens_per_round"]) for d in drafts))
-    yield row("rounds", *(str(d["acceptance"]["rounds"]) for d in drafts))
-    for i in range(len(drafts[0]["acceptance"]["conditional"])):
-        yield row(
-            f"position {i + 1}, accepted given all before",
-            *(_interval(d["acceptance"]["conditional"][i]) for d in drafts),
-        )
+    for title, name in (("greedy", "acceptance"), ("temperature 1", "sampled")):
+        found = [draft[name] for draft in drafts]
+        yield row(f"**{title}: tokens per round**",
+                  *(f"**{_interval(one['tokens_per_round'])}**" for one in found))
+        yield row("rounds", *(str(one["rounds"]) for one in found))
+        for i in range(len(found[0]["conditional"])):
+            yield row(f"position {i + 1}, accepted given all before",
+                      *(_interval(one["conditional"][i]) for one in found))
+    yield row("greedy, tokens per round, when training ended",
+              *(_interval(draft["training_run"]) for draft in drafts))
+    for title, name in (("accepted share of judged proposals", "accepted"),
+                        ("mean sum of min(p, q)", "expected"), ("their difference", "excess")):
+        yield row(f"temperature 1: {title}", *(_interval(d["agreement"][name]) for d in drafts))
+    yield row("judged proposals", *(str(d["agreement"]["judged"]) for d in drafts))
     for depth in ("at_1", "at_16"):
         yield row(
             f"Recall@{depth[3:]}, positions 1..",

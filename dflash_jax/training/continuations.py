@@ -46,11 +46,16 @@ def continuations(models: Models, params, prompts, *, temperature: float, seed: 
       temperature: 0 takes the argmax; above it, a draw from the softmax of the public logits.
     Returns:
       [N, P + new_tokens] int32 NumPy array.
+    Raises: ValueError for a shape, or for ids that the target does not have.
     """
     prompts, batch = np.asarray(prompts, np.int32), models.run.batch
     if prompts.ndim != 2 or len(prompts) % batch:
         raise ValueError(f"prompts: expected [N, P] with N a multiple of {batch}, "
                          f"got {prompts.shape}")
+    public = models.target.public_vocab
+    if prompts.size and not 0 <= prompts.min() <= prompts.max() < public:
+        raise ValueError(f"vocabulary: expected prompts of ids in [0, {public}), got "
+                         f"{prompts.min()}..{prompts.max()}")
     heat, key = np.float32(temperature), jax.random.key(seed)
     pair = Params(target=params, draft={})
     written = [
@@ -67,8 +72,9 @@ def continue_batch(models: Models, params: Params, prompts, temperature, key):
     run, (batch, length) = models.run, prompts.shape
     row = jnp.arange(batch, dtype=jnp.int32)
     rows = Rows(lane=row, read_slot=row, write_slot=row)
-    state = begin(models, models.zeros(), rows, _admission(run, batch, length))
-    state = prefill_chunk(models, params, state, rows, _chunk(models, prompts))
+    zeros = jnp.zeros((batch, 2), jnp.uint32)
+    state = begin(models, models.zeros(), rows, text_admission(run, batch, length, zeros))
+    state = prefill_chunk(models, params, state, rows, text_chunk(models, prompts))
     state, _ = first_token(models, params, state, rows, SamplingArrays.greedy(batch))
     written = state.sequence.anchor
     last = jnp.zeros((batch,), jnp.int32)
@@ -99,24 +105,31 @@ def _choose(logits, temperature, key, models: Models):
     return public_argmax(heated, models.target.public_vocab).index
 
 
-def _admission(run: RunConfig, batch: int, length: int) -> Admission:
-    """Row b owns its own stretch of pages and writes until its capacity is used."""
+def text_admission(run: RunConfig, batch: int, length: int, seed) -> Admission:
+    """Row b owns its own stretch of pages and writes until its capacity is used.
+
+    Args: length: tokens of a prompt. seed: [B, 2] uint32, low and high words.
+    """
     pages = jnp.arange(batch * run.max_pages, dtype=jnp.int32).reshape(batch, run.max_pages)
     return Admission(
         remaining=jnp.full((batch,), run.max_context - length, jnp.int32),
         capacity=jnp.full((batch,), run.max_context, jnp.int32),
         rope_delta=jnp.zeros((batch,), jnp.int32),
-        seed=jnp.zeros((batch, 2), jnp.uint32),
+        seed=seed,
         target_pages=pages,
         draft_pages=pages,
     )
 
 
-def _chunk(models: Models, prompts) -> PrefillChunk:
-    batch, length = prompts.shape
-    position = jnp.arange(length, dtype=jnp.int32)[None, :, None]
+def text_chunk(models: Models, tokens, start: int = 0) -> PrefillChunk:
+    """A chunk of every row's text.
+
+    Args: tokens: [B, T] int32, all live. start: position of the first.
+    """
+    batch, length = tokens.shape
+    position = start + jnp.arange(length, dtype=jnp.int32)[None, :, None]
     return PrefillChunk(
-        tokens=prompts,
+        tokens=tokens,
         length=jnp.full((batch,), length, jnp.int32),
         positions=jnp.broadcast_to(position, (batch, length, 3)),
         embeddings=jnp.zeros((batch, 0, models.target.hidden), models.run.dtypes.activation_dtype),

@@ -84,7 +84,7 @@ class FitResult:
     """Fields:
       params: fp32 masters.
       steps: optimiser steps made.
-      history: (step, metrics) at every log.
+      history: (step, metrics) at every log; none when a checkpoint was complete already.
       seconds: wall time of the loop without its first step.
     """
 
@@ -108,6 +108,7 @@ def fit(
       identity: what must be equal for a checkpoint to be continued, beside the config.
     Raises:
       ValueError: a checkpoint is damaged or belongs to another run (the field is named).
+      FloatingPointError: the loss or its gradient is not finite; the last checkpoint stays.
     """
     state = FitState(
         params=params, optimizer=_optimizer(config).init(params), step=jnp.zeros((), jnp.int32)
@@ -127,8 +128,12 @@ def fit(
         history.append((done, metrics))
         shown = {key: float(value) for key, value in metrics.items() if value.ndim == 0}
         progress.show(done, total, **shown)
-        if not np.isfinite(metrics["loss"]):
-            raise FloatingPointError(f"{name}: loss is {metrics['loss']} after {done} steps")
+        for number in ("loss", "gradient"):  # before a checkpoint holds what they did
+            if not np.isfinite(metrics[number]):
+                raise FloatingPointError(
+                    f"{name}: {number}: expected a finite number after {done} steps, got "
+                    f"{metrics[number]}; lower the learning rate, {config.learning_rate:g}"
+                )
         keeper.save(state, done, progress, last=done >= total)
     return FitResult(params=state.params, steps=done, history=history, seconds=clock.elapsed)
 
@@ -239,7 +244,7 @@ class _Keeper:
             return state
         facts = unseal(self._folder)
         for name, value in self._identity.items():
-            if (got := facts["identity"].get(name)) != value:
+            if (got := facts.get("identity", {}).get(name)) != value:
                 raise ValueError(f"{name}: expected {value!r} (this run), got {got!r} in "
                                  f"{self._folder}")
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype,
@@ -268,5 +273,8 @@ class _Keeper:
 
 
 def discard_checkpoint(folder: str | Path) -> None:
-    """Removes a finished run's checkpoint."""
-    shutil.rmtree(Path(folder) / CHECKPOINT, ignore_errors=True)
+    """Removes a finished run's checkpoint, and its folder if nothing else is in it."""
+    folder = Path(folder)
+    shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

@@ -29,6 +29,22 @@ class Prepared:
     facts: dict
 
 
+def target_tokenizer(folder: Path, public_vocab: int) -> Tokenizer:
+    """The tokenizer of a target's folder.
+
+    Raises: ValueError if there is none, or if it has ids that the target may not emit.
+    """
+    file = folder / TOKENIZER
+    if not file.is_file():
+        raise ValueError(f"tokenizer: expected {file}, got no such file")
+    tokenizer = Tokenizer.from_file(str(file))
+    ids = tokenizer.get_vocab_size()
+    if ids > public_vocab:
+        raise ValueError(f"vocabulary: expected a tokenizer of at most {public_vocab} ids, as the "
+                         f"target has, got {ids} in {file}")
+    return tokenizer
+
+
 def prepare(documents: Sequence[Document], tokenizer: Tokenizer | int) -> Prepared:
     """Splits and encodes documents.
 

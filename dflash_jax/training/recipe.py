@@ -11,7 +11,6 @@ from dflash_jax.config import (
     GdnConfig,
     LayerKind,
     RopeConfig,
-    RunConfig,
     SelectorConfig,
     TargetConfig,
 )
@@ -141,11 +140,3 @@ class Recipe:
         return continuation_models(
             config, SERVING, batch=self.sequences, prompt=self.prompt, new_tokens=self.new_tokens
         )
-
-    def validation(self, target: TargetConfig, draft: DraftConfig) -> Models:
-        run = RunConfig(
-            draft_tokens=DRAFT_TOKENS, batch=self.held_out_prompts,
-            max_context=self.prompt + self.held_out_tokens, chunk=self.prompt, dtypes=SERVING,
-        )
-        return Models(target, draft, run)
-

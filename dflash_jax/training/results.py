@@ -4,9 +4,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from dflash_jax.config.folder import replacing, write_text
+from dflash_jax.config.folder import check_space, replacing, write_text
 
-__all__ = ["MANIFEST", "replacing", "seal", "unseal", "write_text"]
+__all__ = ["MANIFEST", "check_space", "replacing", "seal", "unseal", "write_text"]
 
 MANIFEST = "manifest.json"
 

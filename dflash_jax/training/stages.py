@@ -122,6 +122,14 @@ def fit_target(
     )
 
 
+def check_room(objective: DraftObjective, length: int) -> None:
+    """Raises ValueError if sequences of `length` tokens leave no room for the anchors."""
+    room = length - objective.prompt - objective.draft_tokens
+    if room < objective.blocks:
+        raise ValueError(f"blocks: expected at most {room} anchors behind a prompt of "
+                         f"{objective.prompt} in {length} tokens, got {objective.blocks}")
+
+
 def fit_draft(
     objective: DraftObjective, data: dict, config: FitConfig, *,
     folder: str | Path | None = None, name: str = "draft",
@@ -131,10 +139,7 @@ def fit_draft(
     Raises: ValueError if the sequences leave no room for anchors or hold ids that are not public.
     """
     tokens, public = np.asarray(data["tokens"]), objective.target.public_vocab
-    room = tokens.shape[1] - objective.prompt - objective.draft_tokens
-    if room < objective.blocks:
-        raise ValueError(f"blocks: expected at most {room} anchors behind a prompt of "
-                         f"{objective.prompt} in {tokens.shape[1]} tokens, got {objective.blocks}")
+    check_room(objective, tokens.shape[1])
     if tokens.min() < 0 or tokens.max() >= public:
         raise ValueError(f"vocabulary: expected ids in [0, {public}), got {tokens.max()}")
     start = start_draft(objective.draft, config.seed)

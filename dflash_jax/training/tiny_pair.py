@@ -15,15 +15,20 @@ from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.steps import Params
 from dflash_jax.training.ahead import CompileAhead
 from dflash_jax.training.capture import capture
-from dflash_jax.training.card import model_card
 from dflash_jax.training.continuations import continuations
 from dflash_jax.training.corpus import prompts_by_file, random_windows, write_tokenizer
+from dflash_jax.training.figures import (
+    PROMPTS,
+    DraftFigures,
+    device,
+    measure_draft,
+    write_report,
+)
 from dflash_jax.training.fit import FitResult
 from dflash_jax.training.parameters import count, draft_params, target_params
 from dflash_jax.training.prepared import Prepared
 from dflash_jax.training.progress import Progress, Stopwatch
 from dflash_jax.training.recipe import (
-    DRAFT_TOKENS,
     DRAFTS,
     SERVING,
     Recipe,
@@ -31,7 +36,6 @@ from dflash_jax.training.recipe import (
 )
 from dflash_jax.training.results import replacing, write_text
 from dflash_jax.training.stages import draft_data, fit_draft, fit_target
-from dflash_jax.training.validate import Acceptance, Recall, measure_acceptance, measure_recall
 from dflash_jax.weights.export import save_draft, save_target
 
 
@@ -42,8 +46,7 @@ class DraftOutcome:
     parameters: int
     steps: int
     seconds: float
-    acceptance: Acceptance
-    recall: Recall
+    figures: DraftFigures
 
 
 def make_pair(
@@ -56,7 +59,10 @@ def make_pair(
     """
     say = Progress("pair").say
     drafts = {name: pair_draft(target, kind) for name, kind in DRAFTS.items()}
-    report: dict = {"corpus": prepared.facts, "recipe": _plain(recipe), "seconds": {}}
+    report: dict = {
+        "command": command, "device": device(), "measured": device(),
+        "corpus": prepared.facts, "recipe": _plain(recipe), "seconds": {},
+    }
     ahead = CompileAhead(recipe, target, drafts)
     clock = Stopwatch(report["seconds"], out, report, say)
 
@@ -82,7 +88,7 @@ def make_pair(
         with clock(name):
             masters[name] = fit_draft(recipe.draft_objective(target, config), data, recipe.draft,
                                       folder=out / "resume" / name, name=name)
-            write_draft(out / name, config, masters[name])
+            write_draft(out / name, target, config, masters[name])
     del data, features
     outcomes = {}
     for name, config in drafts.items():
@@ -90,10 +96,8 @@ def make_pair(
             outcomes[name] = _validate(
                 recipe, target, config, serving, masters[name], prepared, out
             )
-        report[name] = dataclasses.asdict(outcomes[name]) | {"losses": _losses(masters[name])}
-    clock.write()
-    device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, seed {recipe.seed}"
-    write_text(out / "MODEL_CARD.md", model_card(report, command=command, device=device))
+        report[name] = _entry(outcomes[name], masters[name])
+    write_report(out, report)
     ahead.close(say)
     return outcomes
 
@@ -120,10 +124,13 @@ def write_target(folder: Path, config: TargetConfig, fitted: FitResult, prepared
         write_tokenizer(partial, prepared.tokenizer)
 
 
-def write_draft(folder: Path, config: DraftConfig, fitted: FitResult) -> None:
+def write_draft(
+    folder: Path, target: TargetConfig, config: DraftConfig, fitted: FitResult
+) -> None:
     """A Hugging Face folder in bfloat16."""
     with replacing(folder, need_bytes=2 * count(fitted.params)) as partial:
-        save_draft(partial, config, _host(draft_params(config, fitted.params, SERVING)))
+        params = _host(draft_params(config, fitted.params, SERVING))
+        save_draft(partial, config, params, target_layers=target.num_layers)
 
 
 def held_out_prompts(recipe: Recipe, prepared: Prepared) -> list[list[int]]:
@@ -139,25 +146,26 @@ def _validate(
 ) -> DraftOutcome:
     params = Params(target=serving, draft=draft_params(config, fitted.params, SERVING))
     prompts = held_out_prompts(recipe, prepared)
-    write_text(out / "held_out_prompts.json", json.dumps(prompts) + "\n")
-    acceptance, outputs = measure_acceptance(
-        recipe.validation(target, config), params, prompts, recipe.held_out_tokens
-    )
-    texts = [prompt + list(item.tokens) for prompt, item in zip(prompts, outputs, strict=True)]
-    recall = measure_recall(
-        target, config, SERVING, params, np.array(texts, np.int32), draft_tokens=DRAFT_TOKENS,
-        first=recipe.prompt,
-    )
+    write_text(out / PROMPTS, json.dumps(prompts) + "\n")
     return DraftOutcome(
         parameters=count(fitted.params), steps=fitted.steps, seconds=fitted.seconds,
-        acceptance=acceptance, recall=recall,
+        figures=measure_draft(target, config, params, prompts, recipe.held_out_tokens),
     )
+
+
+def _entry(outcome: DraftOutcome, fitted: FitResult) -> dict:
+    """A draft's part of the report."""
+    return {
+        "parameters": outcome.parameters, "steps": outcome.steps, "seconds": outcome.seconds,
+        "training_run": dataclasses.asdict(outcome.figures.acceptance.tokens_per_round),
+        **dataclasses.asdict(outcome.figures), "losses": _losses(fitted),
+    }
 
 
 def _losses(fitted: FitResult) -> list[list[float]]:
     """About twenty (step, loss) of a fit."""
     every = max(1, len(fitted.history) // 20)
-    kept = [*fitted.history[::every], fitted.history[-1]]
+    kept = [*fitted.history[::every], *fitted.history[-1:]]
     return [[step, round(float(metrics["loss"]), 4)] for step, metrics in kept]
 
 

@@ -18,25 +18,15 @@ from dflash_jax.config import DraftConfig, DtypePolicy, TargetConfig
 from dflash_jax.engine.generate import generate
 from dflash_jax.engine.request import Output
 from dflash_jax.ops.linear import linear
+from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
 from dflash_jax.training.forward import block_labels, draft_forward, target_forward
+from dflash_jax.training.intervals import Interval, ratio, resamples
 from dflash_jax.training.loss import public_scores
 
-RESAMPLES = 2000
+GREEDY = SamplingParams()
 RECALL_DEPTH = 16
 ANCHOR_STRIDE = 8  # positions between the anchors that recall looks at
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Interval:
-    """A figure and its 95% bootstrap interval over prompts."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,16 +56,25 @@ class Recall:
 
 def measure_acceptance(
     models: Models, params: Params, prompts: Sequence[Sequence[int]], new_tokens: int, *,
-    seed: int = 0,
+    sampling: SamplingParams = GREEDY, seed: int = 0,
 ) -> tuple[Acceptance, list[Output]]:
-    """Decodes the prompts greedily, in batches of the run, and counts.
+    """Decodes the prompts, greedily by default, in batches of the run, and counts.
 
+    Args:
+      new_tokens: outputs of every prompt; an end of text does not end it.
+      sampling: controls of all prompts; prompt i is drawn with seed `sampling.seed + i`.
+      seed: of the intervals' resamples.
     Raises: ValueError: the checks of `generate`.
     """
     outputs, batch = [], models.run.batch
+    controls = [
+        dataclasses.replace(sampling, seed=sampling.seed + index) for index in range(len(prompts))
+    ]
     for first in range(0, len(prompts), batch):
-        part = prompts[first : first + batch]
-        outputs += generate(models, params, part, max_new_tokens=new_tokens)
+        part = slice(first, first + batch)
+        outputs += generate(
+            models, params, prompts[part], max_new_tokens=new_tokens, sampling=controls[part]
+        )
     return summarize(outputs, models.run.draft_tokens, seed=seed), outputs
 
 
@@ -88,14 +87,14 @@ def summarize(outputs: Sequence[Output], draft_tokens: int, *, seed: int = 0) ->
         counts = item.statistics.accepted_by_position
         reached[row, 1 : 1 + len(counts)] = counts
     total = 1.0 + reached[:, 1:].sum(axis=1) / np.maximum(rounds, 1.0)
-    weights = _resamples(len(outputs), seed)
+    weights = resamples(len(outputs), seed)
     return Acceptance(
         prompts=len(outputs),
         new_tokens=max((item.statistics.new_tokens for item in outputs), default=0),
         rounds=int(rounds.sum()),
-        tokens_per_round=_ratio(total * rounds, rounds, weights),
+        tokens_per_round=ratio(total * rounds, rounds, weights),
         conditional=[
-            _ratio(reached[:, i + 1], reached[:, i], weights) for i in range(draft_tokens)
+            ratio(reached[:, i + 1], reached[:, i], weights) for i in range(draft_tokens)
         ],
     )
 
@@ -140,19 +139,3 @@ def recall_counts(target, draft, dtypes, draft_tokens: int, params, tokens, anch
     matches = best == block_labels(tokens, anchors, draft_tokens)[..., None]
     return jnp.mean(matches[..., 0], axis=(0, 1)), jnp.mean(matches.any(-1), axis=(0, 1))
 
-
-def _resamples(count: int, seed: int) -> np.ndarray:
-    """[RESAMPLES, count] how often each prompt is drawn, with replacement."""
-    rng = np.random.default_rng(seed)
-    return rng.multinomial(count, np.full(count, 1.0 / count), size=RESAMPLES)
-
-
-def _ratio(numerator: np.ndarray, denominator: np.ndarray, weights: np.ndarray) -> Interval:
-    """Sum over sum, with the percentiles of the same over the resamples."""
-    below = weights @ denominator
-    drawn = (weights @ numerator)[below > 0] / below[below > 0]
-    value = numerator.sum() / denominator.sum() if denominator.sum() else float("nan")
-    if not len(drawn):
-        return Interval(value=value, low=value, high=value)
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return Interval(value=float(value), low=float(low), high=float(high))

@@ -120,7 +120,7 @@ def _restore(
     storage, params = {leaf.path: leaf.storage for leaf in leaves}, {}
     for path, values in stored.read():
         dtype = leaf_dtype(storage[path], policy)
-        insert(params, path, values.astype(dtype, copy=False), shardings)
+        put(params, path, values.astype(dtype, copy=False), shardings)
     return params
 
 
@@ -139,7 +139,7 @@ def _build(source: Source, policy: DtypePolicy, shardings: Shardings | None) -> 
     params = {}
     for entry in source.chosen:
         dtype = leaf_dtype(entry.leaf.storage, policy)
-        insert(params, entry.leaf.path, source.read(entry, dtype), shardings)
+        put(params, entry.leaf.path, source.read(entry, dtype), shardings)
     return params
 
 
@@ -153,14 +153,19 @@ def place(array: np.ndarray, sharding: jax.sharding.Sharding | None = None) -> j
     return jax.block_until_ready(jax.device_put(array, sharding))
 
 
-def insert(
-    params: dict, path: tuple[str, ...], values: np.ndarray, shardings: Shardings | None = None
-) -> None:
-    """Places a leaf and sets it in a nested dict, making the dicts on the way."""
-    sharding = None if shardings is None else shardings(path, values.shape)
+def insert(params: dict, path: tuple[str, ...], leaf: object) -> None:
+    """Sets a leaf of a nested dict, making the dicts on the way."""
     for key in path[:-1]:
         params = params.setdefault(key, {})
-    params[path[-1]] = place(values, sharding)
+    params[path[-1]] = leaf
+
+
+def put(
+    params: dict, path: tuple[str, ...], values: np.ndarray, shardings: Shardings | None
+) -> None:
+    """Places a leaf where `shardings` says and sets it in a nested dict."""
+    sharding = None if shardings is None else shardings(path, values.shape)
+    insert(params, path, place(values, sharding))
 
 
 def add_head(
@@ -171,8 +176,8 @@ def add_head(
     shardings: Shardings | None,
 ) -> DraftConfig:
     """Sets a draft's own head and says so in the config."""
-    insert(params, ("head", "kernel"), rows, shardings)
-    insert(params, ("head", "token_ids"), token_ids, shardings)
+    put(params, ("head", "kernel"), rows, shardings)
+    put(params, ("head", "token_ids"), token_ids, shardings)
     logger.info("the draft's own head: %d rows", len(token_ids))
     return dataclasses.replace(config, head_rows=len(token_ids))
 

@@ -37,9 +37,13 @@ def save_target(folder: str | Path, config: TargetConfig, params: Mapping) -> No
     _write(folder, target_json(config), tensors)
 
 
-def save_draft(folder: str | Path, config: DraftConfig, params: Mapping) -> None:
+def save_draft(
+    folder: str | Path, config: DraftConfig, params: Mapping, *, target_layers: int | None = None
+) -> None:
     """Writes FOLDER/config.json and FOLDER/model.safetensors of a draft, an own head included.
 
+    Args:
+      target_layers: depth of its target. The PyTorch package does not load a draft without it.
     Raises: ValueError if no key of config.json can express the causality of the layers.
     """
     leaves, sizes = names.draft_plan(config)
@@ -48,7 +52,7 @@ def save_draft(folder: str | Path, config: DraftConfig, params: Mapping) -> None
         ids = np.asarray(params["head"]["token_ids"]).astype(np.int64)
         tensors[names.OWN_HEAD] = np.asarray(params["head"]["kernel"])
         tensors[names.OWN_HEAD_OFFSETS] = ids - np.arange(len(ids))
-    _write(folder, draft_json(config), tensors)
+    _write(folder, draft_json(config, target_layers), tensors)
 
 
 def _write(folder: str | Path, config: dict, tensors: dict[str, np.ndarray]) -> None:
@@ -124,8 +128,9 @@ def target_json(config: TargetConfig) -> dict:
     return {"architectures": [f"{family}ForCausalLM"], "model_type": model_type, **content}
 
 
-def draft_json(config: DraftConfig) -> dict:
+def draft_json(config: DraftConfig, target_layers: int | None = None) -> dict:
     """config.json of a draft, with the keys of released files."""
+    depth = {} if target_layers is None else {"num_target_layers": target_layers}
     section = {
         "target_layer_ids": list(config.target_layer_ids),
         "mask_token_id": config.mask_token_id,
@@ -158,6 +163,7 @@ def draft_json(config: DraftConfig) -> dict:
         "attention_bias": False,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
+        **depth,
         "dflash_config": section,
         **_causal_key(config),
     }

@@ -73,7 +73,7 @@ def _fill(
         draw = next((d for part, d in exceptions.items() if part in path), None)
         draw = draw or _draw(path, depth, norm)
         dtype = policy.param_dtype if leaf.storage is Storage.MATRIX else np.dtype("float32")
-        insert(params, leaf.path, draw(rng, leaf.shape).astype(dtype))
+        insert(params, leaf.path, place(draw(rng, leaf.shape).astype(dtype)))
     return params
 
 

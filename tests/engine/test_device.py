@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_jax.config import DtypePolicy, RunConfig
+from dflash_jax.config import DtypePolicy, RunConfig, tiny_target
 from dflash_jax.engine import device
 from dflash_jax.engine.generate import generate
 from dflash_jax.engine.request import FinishReason, total_statistics
@@ -154,10 +154,10 @@ def test_sampled_trees_repeat_by_seed_whatever_the_other_rows(run):
 
 def test_no_request_compiles_a_round_again(run):
     run(max_new_tokens=3)
-    compiled = device._speculate._cache_size()
+    compiled = device.speculate_for_host._cache_size()
     run((1,), max_new_tokens=6, eos_ids=[5])
     run((2, 0, 1), max_new_tokens=8)
-    assert device._speculate._cache_size() == compiled
+    assert device.speculate_for_host._cache_size() == compiled
 
 
 def test_buckets_are_powers_of_two_up_to_the_chunk():
@@ -191,3 +191,15 @@ def test_a_nan_prompt_ends_its_row_before_a_token_and_leaves_the_others(run, gol
 def test_parameters_of_another_geometry_are_refused_by_path(run, change, message):
     with pytest.raises(ValueError, match=f"params: 1 leaves differ: .target{message}"):
         run(max_new_tokens=2, change=change)
+
+
+def test_only_a_batch_of_plain_greedy_rows_leaves_sampling_out_of_its_programs():
+    choices = RunConfig(draft_tokens=0, batch=2, max_context=32, page_size=16)
+    models, params = Models(target=tiny_target(), draft=None, run=choices), Params({}, {})
+
+    def promised(*controls):
+        return device.DeviceBatch(models, params, controls)._sampling.greedy_only
+
+    assert promised() and promised(SamplingParams()) and promised(SamplingParams(seed=3))
+    assert not promised(SamplingParams(), SamplingParams(temperature=0.5))
+    assert not promised(SamplingParams(repetition_penalty=1.1))

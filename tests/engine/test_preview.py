@@ -2,8 +2,8 @@
 
 import pytest
 
-from dflash_jax.engine.preview import preview
-from dflash_jax.engine.publish import publish
+from dflash_jax.engine import preview as previews
+from dflash_jax.engine import publish as publication
 from dflash_jax.engine.request import FinishReason, Request, Statistics, total_statistics
 
 EOS = 9
@@ -18,6 +18,19 @@ def request(*, max_new_tokens=100, eos_ids=(EOS,), **fields):
         eos_ids=frozenset(eos_ids),
         **fields,
     )
+
+
+def preview(request, outputs, licensed):
+    """N alone."""
+    return previews.preview(request, outputs, licensed).committed
+
+
+def publish(request, outputs):
+    """All the outputs are committed, entered and shown."""
+    decision = previews.preview(request, outputs, max(len(outputs), 1))
+    assert list(decision.tokens) == list(outputs)
+    publication.account(request, decision)
+    publication.publish(request, decision)
 
 
 def test_without_a_reason_to_stop_everything_licensed_is_kept():

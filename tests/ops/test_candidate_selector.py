@@ -55,6 +55,53 @@ def test_b1_edges_match_the_oracle_and_read_the_previous_candidates(dtype, count
     assert_close(edges, oracle_edges(a), FP32_CHAIN)
 
 
+@pytest.mark.parametrize("form", ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("count, rank, positions", [(16, 8, 7), (2, 1, 1), (8, 32, 15)])
+def test_the_kernel_walks_the_oracles_path_and_keeps_its_law(form, dtype, count, rank, positions):
+    """Greedy and hot rows side by side; a draw is the inverse CDF of exactly the law kept."""
+    a = lattice(dtype, batch=5, positions=positions, count=count, rank=rank)
+    temperature = np.array([0.0, 0.5, 1.0, 1.7, -1.0], np.float32)
+    uniforms = np.random.default_rng(3).random((5, positions)).astype(np.float32)
+    out = selector.select(
+        **a, temperature=jnp.asarray(temperature), uniforms=jnp.asarray(uniforms),
+        implementation=form,
+    )
+    ranks, laws = oracle.conditional_walk(oracle_edges(a), temperature, uniforms)
+    assert np.array_equal(out.ranks, ranks)
+    assert_close(out.q, laws, FP32_CHAIN)
+    candidates = np.asarray(a["candidates"])
+    assert np.array_equal(out.tokens, np.take_along_axis(candidates, ranks[..., None], 2)[..., 0])
+    q = np.asarray(out.q)
+    assert (q[temperature <= 0].max(axis=-1) == 1.0).all()
+    for b, i in np.ndindex(5, positions):
+        drawn = oracle.draw(np.asarray(q[b, i]), uniforms[b, i])
+        assert temperature[b] <= 0 or out.ranks[b, i] == drawn
+
+
+@pytest.mark.parametrize("form", ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)])
+def test_the_kernel_stays_inside_a_lattice_of_nan_and_dead_ids(form):
+    a = lattice(count=8, rank=4)
+    a["unary"] = a["unary"].at[1].set(jnp.nan)
+    a["candidates"], a["anchor"] = a["candidates"].at[2].set(2**31 - 1), a["anchor"].at[2].set(-7)
+    hot, draws = jnp.asarray([0.0, 1.0, 0.0], jnp.float32), jnp.full((3, 4), 0.5, jnp.float32)
+    dirty = selector.select(**a, temperature=hot, uniforms=draws, implementation=form)
+    clean = selector.select(
+        **lattice(count=8, rank=4), temperature=hot, uniforms=draws, implementation=form
+    )
+    assert ((np.asarray(dirty.ranks) >= 0) & (np.asarray(dirty.ranks) < 8)).all()
+    assert np.array_equal(dirty.tokens[0], clean.tokens[0])
+    assert np.array_equal(dirty.q[0], clean.q[0])
+
+
+def test_lattices_the_kernel_lacks_are_refused():
+    operands = dict(temperature=jnp.zeros(3), uniforms=jnp.zeros((3, 4)))
+    with pytest.raises(NotImplementedError, match="candidate_selector: .* 5 candidates, rank 7"):
+        selector.select(**lattice(), **operands, implementation="interpret")
+    with pytest.raises(ValueError, match="implementation: expected"):
+        selector.select(**lattice(), **operands, implementation="beam")
+
+
 def test_every_predecessor_of_position_0_is_the_anchor():
     edges = np.asarray(selector.edge_scores(**lattice()))
     assert (edges[:, 0] == edges[:, 0, :1]).all()

@@ -12,7 +12,7 @@ from dflash_jax.ops.sliding_window_attention import ring_positions, sliding_wind
 from tests.oracles import attention as oracle
 from tests.tolerances import BF16_MATMUL, FP32, assert_close, assert_same_bits
 
-QUERY_HEADS, KV_HEADS, DIM = 6, 2, 8
+QUERY_HEADS, KV_HEADS, DIM = 6, 2, 16
 SCALE = DIM**-0.5
 # Query, keys, context values, block values.
 DRAFT, EXACT = ("bfloat16", "bfloat16", "float16", "bfloat16"), ("float32",) * 4
@@ -81,14 +81,13 @@ def make_case(dtypes, *, window, width, poison="zero", live=None, seed=0):
 
 
 @functools.cache
-def compiled(window, causal, scale):
-    return jax.jit(
-        lambda *x: sliding_window_attention(*x, window=window, causal=causal, scale=scale)
-    )
+def compiled(window, causal, scale, form="xla"):
+    options = dict(window=window, causal=causal, scale=scale, implementation=form)
+    return jax.jit(functools.partial(sliding_window_attention, **options))
 
 
-def run(case, *, window, causal, scale=SCALE):
-    return np.asarray(compiled(window, causal, scale)(*case.operands()))
+def run(case, *, window, causal, scale=SCALE, form="xla"):
+    return np.asarray(compiled(window, causal, scale, form)(*case.operands()))
 
 
 def seen_positions(*, window, capacity, frontier, width, live, causal):
@@ -320,6 +319,65 @@ def test_a_live_column_of_a_causal_layer_does_not_depend_on_the_tail():
     whole = run(case, window=8, causal=True)
     short = dataclasses.replace(case, live=np.full_like(case.live, 3))
     assert_same_bits(run(short, window=8, causal=True)[:, :3], whole[:, :3])
+
+
+KERNEL = pytest.mark.parametrize(
+    "form", ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
+
+
+@KERNEL
+@CAUSAL
+@pytest.mark.parametrize("window, width", [(16, 5), (32, 1), (48, 17), (128, 32)])
+@pytest.mark.parametrize(
+    "dtypes, tolerance", [(EXACT, FP32), (DRAFT, BF16_MATMUL)], ids=["exact", "draft"]
+)
+def test_the_kernel_matches_the_formula(window, width, causal, dtypes, tolerance, form):
+    """At every edge of the ring, and with NaN in every dead byte."""
+    case = make_case(dtypes, window=window, width=width, poison="nan")
+    actual = run(case, window=window, causal=causal, form=form)
+    assert actual.dtype == case.query.dtype
+    expected = oracle.sliding_window_attention(
+        *case.operands(), window=window, causal=causal, scale=SCALE
+    )
+    assert_close(actual, expected, tolerance)
+    for b, live in enumerate(case.live):
+        assert_same_bits(actual[b, live:], np.zeros_like(actual[b, live:]))
+
+
+@KERNEL
+@CAUSAL
+@pytest.mark.parametrize("poison", ["nan", "largest", "inf"])
+def test_dead_bytes_never_leak_in_the_kernel(causal, poison, form):
+    clean, dirty = (
+        make_case(DRAFT, window=16, width=5, poison=name) for name in ("zero", poison)
+    )
+    for b, first in enumerate(dirty.frontier):
+        if first >= 16:  # in the ring, but out of every column's window
+            dirty.ring_key[dirty.slot[b], :, first % 16] = np.nan
+            dirty.ring_value[dirty.slot[b], :, first % 16] = np.nan
+    dirty.slot[1], dirty.live[1], clean.live[1] = 2**31 - 1, 0, 0
+    clean, dirty = (run(x, window=16, causal=causal, form=form) for x in (clean, dirty))
+    assert_same_bits(dirty, clean)
+
+
+@KERNEL
+@pytest.mark.parametrize("window", [5, 16, 17])
+def test_the_kernel_serves_rings_longer_than_the_window(window, form):
+    case = make_case(EXACT, window=32, width=3)
+    actual = run(case, window=window, causal=False, form=form)
+    expected = oracle.sliding_window_attention(
+        *case.operands(), window=window, causal=False, scale=SCALE
+    )
+    assert_close(actual, expected, FP32)
+
+
+def test_what_the_kernel_lacks_is_refused():
+    case = make_case(EXACT, window=8, width=3)
+    with pytest.raises(NotImplementedError, match="sliding_window_attention: .* ring 8"):
+        run(case, window=8, causal=True, form="interpret")
+    with pytest.raises(ValueError, match="implementation: expected"):
+        run(case, window=8, causal=True, form="cudnn")
 
 
 def test_context_values_keep_fp16_and_block_values_keep_bf16():

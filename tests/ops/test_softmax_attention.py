@@ -13,10 +13,13 @@ from dflash_jax.ops.softmax_attention import ancestor_mask, softmax_attention
 from tests.oracles import attention as oracle
 from tests.tolerances import BF16_MATMUL, FP32, assert_close, assert_same_bits
 
-PAGE, MAX_PAGES = 4, 4
+PAGE, MAX_PAGES = 16, 4
 FRONTIERS = (0, 1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE)
-WIDTH, QUERY_HEADS, KV_HEADS, DIM = 5, 6, 2, 8
+WIDTH, QUERY_HEADS, KV_HEADS, DIM = 5, 6, 2, 16
 SCALE = DIM**-0.5
+FORMS = pytest.mark.parametrize(
+    "form", ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
 # Live columns of each row where a test needs most of them.
 LIVE = (5, 4, 3, 5, 4, 5)
 # Query, keys, context values, block values.
@@ -93,79 +96,87 @@ def make_case(dtypes, *, frontier=FRONTIERS, live=None, poison="zero", seed=0, s
 
 
 @functools.cache
-def compiled(block_mask, scale):
+def compiled(block_mask, scale, form):
+    attend = functools.partial(softmax_attention, scale=scale, implementation=form)
     if block_mask is None:
-        return jax.jit(lambda *x: softmax_attention(*x[:-1], block_mask=x[-1], scale=scale))
-    return jax.jit(lambda *x: softmax_attention(*x, block_mask=block_mask, scale=scale))
+        return jax.jit(lambda *x: attend(*x[:-1], block_mask=x[-1]))
+    return jax.jit(lambda *x: attend(*x, block_mask=block_mask))
 
 
-def run(case, block_mask, scale=SCALE):
+def run(case, block_mask, form="xla", scale=SCALE):
     if isinstance(block_mask, str):
-        return np.asarray(compiled(block_mask, scale)(*case.operands()))
-    return np.asarray(compiled(None, scale)(*case.operands(), block_mask))
+        return np.asarray(compiled(block_mask, scale, form)(*case.operands()))
+    return np.asarray(compiled(None, scale, form)(*case.operands(), block_mask))
 
 
 MASKS = {"causal": "causal", "full": "full", "tree": oracle.ancestor_mask(TREES)}
 
 
+@FORMS
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(
     "dtypes, tolerance",
     [(EXACT, FP32), (TARGET, BF16_MATMUL), (DRAFT, BF16_MATMUL)],
     ids=["exact", "target", "draft"],
 )
-def test_matches_the_formula(mask, dtypes, tolerance):
+def test_matches_the_formula(mask, dtypes, tolerance, form):
     case = make_case(dtypes)
-    actual = run(case, MASKS[mask])
+    actual = run(case, MASKS[mask], form)
     assert actual.dtype == case.query.dtype
     expected = oracle.softmax_attention(*case.operands(), block_mask=MASKS[mask], scale=SCALE)
     assert_close(actual, expected, tolerance)
 
 
+@FORMS
 @pytest.mark.parametrize("key", [100.0, -100.0])
-def test_large_equal_scores_give_the_mean_value(key):
+def test_large_equal_scores_give_the_mean_value(key, form):
     case = make_case(EXACT)
     case.query[:] = 100.0
     case.block_key[:] = case.key_pages[:] = key
     zero = dataclasses.replace(case, query=np.zeros_like(case.query))
     expected = oracle.softmax_attention(*zero.operands(), block_mask="causal", scale=SCALE)
-    assert_close(run(case, "causal"), expected, FP32)
+    assert_close(run(case, "causal", form), expected, FP32)
 
 
+@FORMS
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtypes", [EXACT, TARGET, DRAFT], ids=["exact", "target", "draft"])
 @pytest.mark.parametrize("poison", ["nan", "largest", "inf"])
-def test_dead_bytes_never_leak(mask, dtypes, poison):
-    clean = run(make_case(dtypes), MASKS[mask])
-    assert_same_bits(run(make_case(dtypes, poison=poison), MASKS[mask]), clean)
+def test_dead_bytes_never_leak(mask, dtypes, poison, form):
+    clean = run(make_case(dtypes), MASKS[mask], form)
+    assert_same_bits(run(make_case(dtypes, poison=poison), MASKS[mask], form), clean)
 
 
+@FORMS
 @pytest.mark.parametrize("mask", MASKS)
-def test_columns_from_live_on_are_exactly_zero(mask):
+def test_columns_from_live_on_are_exactly_zero(mask, form):
     case = make_case(TARGET, poison="nan")
-    actual = run(case, MASKS[mask])
+    actual = run(case, MASKS[mask], form)
     for b, live in enumerate(case.live):
         assert_same_bits(actual[b, live:], np.zeros_like(actual[b, live:]))
         assert live == 0 or np.abs(actual[b, :live].astype(np.float32)).min() > 0
 
 
+@FORMS
 @pytest.mark.parametrize("mask", MASKS)
-def test_no_live_column_gives_all_zero(mask):
+def test_no_live_column_gives_all_zero(mask, form):
     case = make_case(DRAFT, live=[0] * len(FRONTIERS), poison="nan")
-    actual = run(case, MASKS[mask])
+    actual = run(case, MASKS[mask], form)
     assert_same_bits(actual, np.zeros_like(actual))
 
 
-def test_frontier_zero_sees_the_block_alone():
+@FORMS
+def test_frontier_zero_sees_the_block_alone(form):
     case = make_case(EXACT, frontier=(0, 0), live=[WIDTH, 2], poison="nan")
-    actual = run(case, "causal")
+    actual = run(case, "causal", form)
     # Column 0 sees nothing but itself: the output is its own value.
     heads = np.arange(QUERY_HEADS) // (QUERY_HEADS // KV_HEADS)
     assert_close(actual[:, 0], case.block_value[:, 0][:, heads], FP32)
     assert (case.table == case.key_pages.shape[1]).all()
 
 
-def test_page_ids_may_be_permuted():
+@FORMS
+def test_page_ids_may_be_permuted(form):
     case = make_case(TARGET)
     num_pages = case.key_pages.shape[1]
     order = np.random.default_rng(1).permutation(num_pages)
@@ -176,21 +187,23 @@ def test_page_ids_may_be_permuted():
         table=np.append(np.argsort(order), num_pages)[case.table].astype(np.int32),
     )
     assert not np.array_equal(moved.table, case.table)
-    assert_same_bits(run(moved, "causal"), run(case, "causal"))
+    assert_same_bits(run(moved, "causal", form), run(case, "causal", form))
 
 
+@FORMS
 @pytest.mark.parametrize("dead", ["last", "other"])
-def test_a_page_past_the_frontier_is_not_read(dead):
+def test_a_page_past_the_frontier_is_not_read(dead, form):
     """A mapped page that is reserved but empty, or that another row owns, has no effect."""
     case = make_case(TARGET, poison="nan")
     table = case.table.copy()
     unmapped = table == case.key_pages.shape[1]
     table[unmapped] = case.table[0, 0] if dead == "other" else case.key_pages.shape[1] - 1
-    actual = run(dataclasses.replace(case, table=table), "full")
-    assert_same_bits(actual, run(case, "full"))
+    actual = run(dataclasses.replace(case, table=table), "full", form)
+    assert_same_bits(actual, run(case, "full", form))
 
 
-def test_query_head_reads_its_group_of_kv_heads():
+@FORMS
+def test_query_head_reads_its_group_of_kv_heads(form):
     case = make_case(EXACT)
     for b, length in enumerate(case.frontier):
         for p in range(length):
@@ -199,7 +212,7 @@ def test_query_head_reads_its_group_of_kv_heads():
                 case.value_pages[head, *place] = head + 1
     for head in range(KV_HEADS):
         case.block_value[:, :, head] = head + 1
-    actual = run(case, "full")
+    actual = run(case, "full", form)
     for b, h in np.ndindex(len(FRONTIERS), QUERY_HEADS):
         assert_close(
             actual[b, : case.live[b], h],
@@ -208,9 +221,10 @@ def test_query_head_reads_its_group_of_kv_heads():
         )
 
 
-def test_block_mask_names_exactly_the_visible_columns():
+@FORMS
+def test_block_mask_names_exactly_the_visible_columns(form):
     """Equal scores and one-hot values turn the output into the set of keys that was seen."""
-    seen = run_one_hot(block_mask=oracle.ancestor_mask(TREES))
+    seen = run_one_hot(block_mask=oracle.ancestor_mask(TREES), form=form)
     for b, (frontier, live) in enumerate(zip(FRONTIERS, LIVE, strict=True)):
         for i in range(live):
             node, path = i, {i}
@@ -220,18 +234,19 @@ def test_block_mask_names_exactly_the_visible_columns():
             assert seen[b][i] == set(range(frontier)) | {frontier + j for j in path}, (b, i)
 
 
+@FORMS
 @pytest.mark.parametrize("mask", ["causal", "full"])
-def test_named_block_masks(mask):
-    seen = run_one_hot(block_mask=mask)
+def test_named_block_masks(mask, form):
+    seen = run_one_hot(block_mask=mask, form=form)
     for b, (frontier, live) in enumerate(zip(FRONTIERS, LIVE, strict=True)):
         for i in range(live):
             last = frontier + i if mask == "causal" else frontier + live - 1
             assert seen[b][i] == set(range(last + 1)), (b, i)
 
 
-def run_one_hot(block_mask):
+def run_one_hot(block_mask, form):
     """For every row and live column, the set of positions that have weight."""
-    dim = 32
+    dim = 64
     batch = len(FRONTIERS)
     num_pages = batch * MAX_PAGES
     eye = np.eye(dim, dtype=np.float32)
@@ -253,25 +268,27 @@ def run_one_hot(block_mask):
         frontier=np.asarray(FRONTIERS, np.int32),
         live=np.asarray(LIVE, np.int32),
     )
-    actual = run(case, block_mask)[:, :, 0]
+    actual = run(case, block_mask, form)[:, :, 0]
     return [[set(np.flatnonzero(column)) for column in row] for row in actual]
 
 
+@FORMS
 @pytest.mark.parametrize("tail", [0, 1, 3])
-def test_a_live_column_does_not_depend_on_the_tail(tail):
+def test_a_live_column_does_not_depend_on_the_tail(tail, form):
     case = make_case(TARGET, live=[WIDTH] * len(FRONTIERS))
-    whole = run(case, "causal")
+    whole = run(case, "causal", form)
     live = np.full(len(FRONTIERS), WIDTH - tail, np.int32)
-    short = run(dataclasses.replace(case, live=live), "causal")
+    short = run(dataclasses.replace(case, live=live), "causal", form)
     assert_same_bits(short[:, : WIDTH - tail], whole[:, : WIDTH - tail])
 
 
-def test_a_chain_shaped_tree_is_causal():
+@FORMS
+def test_a_chain_shaped_tree_is_causal(form):
     chain = np.tile(np.maximum(np.arange(WIDTH) - 1, 0), (len(FRONTIERS), 1)).astype(np.int32)
     mask = np.asarray(ancestor_mask(chain))
     np.testing.assert_array_equal(mask, np.broadcast_to(np.tri(WIDTH, dtype=bool), mask.shape))
     case = make_case(TARGET)
-    assert_same_bits(run(case, mask), run(case, "causal"))
+    assert_same_bits(run(case, mask, form), run(case, "causal", form))
 
 
 def test_ancestor_mask_names_self_and_ancestors():
@@ -305,8 +322,51 @@ def test_long_contexts_are_read_in_several_stretches(monkeypatch, pages_at_once)
     case = make_case(EXACT, poison="nan")
     expected = oracle.softmax_attention(*case.operands(), block_mask="full", scale=SCALE)
     # Past the cache: an earlier program was traced with the real constant.
-    actual = compiled.__wrapped__("full", SCALE)(*case.operands())
+    actual = compiled.__wrapped__("full", SCALE, "xla")(*case.operands())
     assert_close(actual, expected, FP32)
+
+
+# Batch, width, query and KV heads, head_dim, page, frontiers.
+GEOMETRIES = {
+    "several_tiles_of_rows": (2, 32, 8, 2, 32, 32, (70, 3)),
+    "steps_inside_a_page": (1, 3, 2, 1, 256, 64, (161,)),
+    "one_column_and_a_wide_group": (3, 1, 24, 2, 16, 16, (0, 31, 33)),
+    "fewer_keys_than_parts": (1, 7, 1, 1, 64, 16, (5,)),
+}
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("form", ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)])
+def test_the_kernel_splits_rows_keys_and_pages_as_the_formula(name, form):
+    batch, width, heads, kv_heads, dim, page, frontier = GEOMETRIES[name]
+    rng = np.random.default_rng(7)
+    columns = -(-max(frontier) // page) + 1
+
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    pools = [normal(kv_heads, batch * columns, page, dim) for _ in range(2)]
+    case = Case(
+        normal(batch, width, heads, dim), normal(batch, width, kv_heads, dim),
+        normal(batch, width, kv_heads, dim), *pools,
+        rng.permutation(batch * columns).reshape(batch, columns).astype(np.int32),
+        np.array(frontier, np.int32), np.full(batch, width, np.int32),
+    )
+    parent = np.array([[rng.integers(0, max(c, 1)) for c in range(width)]] * batch, np.int32)
+    mask = oracle.ancestor_mask(parent)
+    expected = oracle.softmax_attention(*case.operands(), block_mask=mask, scale=dim**-0.5)
+    assert_close(run(case, mask, form, dim**-0.5), expected, FP32)
+
+
+def test_the_kernel_refuses_what_it_does_not_take():
+    narrow = make_case(EXACT)
+    narrow = dataclasses.replace(
+        narrow, key_pages=narrow.key_pages[:, :, :8], value_pages=narrow.value_pages[:, :, :8]
+    )
+    with pytest.raises(NotImplementedError, match="softmax_attention: .* page 8"):
+        run(narrow, "causal", "interpret")
+    with pytest.raises(ValueError, match="implementation: expected"):
+        run(make_case(EXACT), "causal", "triton")
 
 
 def test_wrong_calls_are_refused():

@@ -92,6 +92,40 @@ def test_dead_tokens_reach_no_other(small_tiles, tokens):
     assert np.array_equal(np.asarray(out)[live], np.asarray(clean)[live])
 
 
+@pytest.mark.parametrize("form", ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tokens, k", [(1, 2), (5, 1), (15, 3), (16, 2), (17, 5), (40, 2)])
+def test_the_kernel_matches_the_oracle_and_keeps_dead_tokens_apart(tokens, k, dtype, form):
+    x, logits, gate_up, down = arrays(tokens, dtype, experts=9, hidden=48, inner=32)
+    routing = moe.route(logits, k)
+    out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation=form)
+    assert_close(out, expected_of(x, routing, gate_up, down), TOLERANCE[dtype])
+    last = tokens - 1
+    dirty = moe.expert_mlp(
+        x.at[last].set(jnp.nan), routing, gate_up, down, jnp.float32, implementation=form
+    )
+    assert np.array_equal(np.asarray(dirty)[:last], np.asarray(out)[:last])
+
+
+@pytest.mark.parametrize("form", ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)])
+def test_the_kernel_serves_an_expert_that_takes_every_token_and_one_that_takes_none(form):
+    x, _, gate_up, down = arrays(12, hidden=32, inner=16)
+    experts = jnp.broadcast_to(jnp.asarray([16, 0], jnp.int32), (12, 2))
+    routing = moe.Routing(experts=experts, weights=jnp.full((12, 2), 0.5, jnp.float32))
+    poisoned = gate_up.at[5].set(jnp.nan), down.at[5].set(jnp.nan)
+    out = moe.expert_mlp(x, routing, *poisoned, jnp.float32, implementation=form)
+    assert_close(out, expected_of(x, routing, gate_up, down), FP32_CHAIN)
+
+
+def test_what_the_kernel_lacks_is_refused():
+    x, logits, gate_up, down = arrays(4)
+    routing = moe.route(logits, 2)
+    with pytest.raises(NotImplementedError, match="sparse_moe: .* hidden 10, inner 5"):
+        moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation="interpret")
+    with pytest.raises(ValueError, match="implementation: expected"):
+        moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation="ragged")
+
+
 def test_many_tokens_never_hold_every_tokens_expert_matrices():
     tokens, k, experts, hidden, inner = 1024, 8, 64, 32, 16
     shape = jax.ShapeDtypeStruct

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.ops import vocab
+from dflash_jax.pallas import vocab as kernel
 from tests.oracles import vocab as oracle
 from tests.tolerances import FP32, as_float64, assert_close
 
@@ -21,10 +22,12 @@ def topk_of(scores, k, **kwargs):
     return out.scores.tolist(), out.ids.tolist()
 
 
-@pytest.fixture
-def short_blocks(monkeypatch):
-    """Cuts rows into blocks of 8 so that a handful of rows takes both levels."""
+@pytest.fixture(params=["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)])
+def short_blocks(request, monkeypatch):
+    """Cuts rows into short blocks so that a handful takes both levels; names the implementation."""
     monkeypatch.setattr(vocab, "_BLOCK", 8)
+    monkeypatch.setattr(kernel, "BLOCK", 16)
+    return request.param
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -33,7 +36,7 @@ def test_topk_equals_a_sort_of_fp32_scores(short_blocks, dtype, rows, public, k)
     rng = np.random.default_rng(rows)
     hidden = jnp.asarray(rng.normal(size=(2, 3, 12)), dtype)
     head = jnp.asarray(rng.normal(size=(rows, 12)), dtype)
-    out = vocab.linear_topk(hidden, head, k=k, public_rows=public)
+    out = vocab.linear_topk(hidden, head, k=k, public_rows=public, implementation=short_blocks)
     assert out.scores.dtype == jnp.float32 and out.ids.dtype == jnp.int32
     scores = oracle.scores(as_float64(hidden).reshape(6, 12), as_float64(head))
     ids = [i if i < public else None for i in range(rows)]
@@ -44,9 +47,10 @@ def test_topk_equals_a_sort_of_fp32_scores(short_blocks, dtype, rows, public, k)
 
 @pytest.mark.parametrize("rows", [8, 9, 16, 17, 40])
 def test_b6_equal_scores_rank_by_lower_id_across_blocks(short_blocks, rows):
-    assert topk_of([2.5] * rows, 6)[1] == [0, 1, 2, 3, 4, 5]
+    assert topk_of([2.5] * rows, 6, implementation=short_blocks)[1] == [0, 1, 2, 3, 4, 5]
     rising = list(range(rows - 3)) + [1e3] * 3
-    assert topk_of(rising, 4)[1] == [rows - 3, rows - 2, rows - 1, rows - 4]
+    best = [rows - 3, rows - 2, rows - 1, rows - 4]
+    assert topk_of(rising, 4, implementation=short_blocks)[1] == best
 
 
 def test_b6_equal_scores_rank_by_lower_id_in_one_block():
@@ -62,14 +66,15 @@ def test_j5_zero_has_one_value(monkeypatch, block):
 
 def test_b1_order_is_monotone_over_special_values(short_blocks):
     scores = [-np.inf, -1.0, 0.0, 1e-30, 1.0, np.inf, -np.inf, -3.0, -2.0]
-    assert topk_of(scores, 9)[1] == [5, 4, 3, 2, 1, 8, 7, 0, 6]
+    assert topk_of(scores, 9, implementation=short_blocks)[1] == [5, 4, 3, 2, 1, 8, 7, 0, 6]
 
 
 def test_b5_reserved_rows_are_never_candidates(short_blocks):
     scores = [-5.0] * 20 + [9.0] * 4
-    assert topk_of(scores, 3, public_rows=20) == ([-5.0] * 3, [0, 1, 2])
+    best = ([-5.0] * 3, [0, 1, 2])
+    assert topk_of(scores, 3, public_rows=20, implementation=short_blocks) == best
     poisoned = [-5.0] * 20 + [np.nan, np.inf, 9.0, 9.0]
-    assert topk_of(poisoned, 3, public_rows=20)[1] == [0, 1, 2]
+    assert topk_of(poisoned, 3, public_rows=20, implementation=short_blocks)[1] == [0, 1, 2]
     row = vocab.linear_argmax(ONE, head_of(poisoned), public_rows=20, logits_dtype="bfloat16")
     assert row.item() == 0
 
@@ -88,8 +93,30 @@ def test_a_sorted_shortlist_needs_no_sort(short_blocks):
     ids = jnp.asarray(np.arange(20) * 3, jnp.int32)
     scores = np.random.default_rng(0).integers(0, 4, 20).astype(float)
     expected = tuple(oracle.topk(scores, 9, ids.tolist()))
-    assert topk_of(scores, 9, token_ids=ids, ids_sorted=True) == expected
-    assert topk_of(scores, 9, token_ids=ids) == expected
+    options = {"token_ids": ids, "implementation": short_blocks}
+    assert topk_of(scores, 9, ids_sorted=True, **options) == expected
+    assert topk_of(scores, 9, **options) == expected
+
+
+@pytest.mark.parametrize("form", ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rows", [127, 128, 129, 2047, 2049, 5000])
+def test_the_kernel_keeps_what_a_sort_keeps_at_the_edges_of_its_blocks(rows, form):
+    """Few distinct scores: ties run across blocks."""
+    scores = np.random.default_rng(rows).integers(-3, 3, (3, rows)).astype(np.float32)
+    hidden = np.eye(3, dtype=np.float32)
+    out = vocab.linear_topk(hidden, jnp.asarray(scores.T), k=16, public_rows=rows - 5,
+                            implementation=form)
+    ids = [i if i < rows - 5 else None for i in range(rows)]
+    best = [oracle.topk(row.astype(np.float64), 16, ids) for row in scores]
+    assert np.array_equal(out.ids, [b[1] for b in best])
+    assert np.array_equal(out.scores, [b[0] for b in best])
+
+
+def test_selections_the_kernel_lacks_are_refused():
+    with pytest.raises(NotImplementedError, match="linear_topk: .* at most 128"):
+        topk_of([1.0] * 200, 129, implementation="interpret")
+    with pytest.raises(ValueError, match="implementation: expected"):
+        topk_of([1.0] * 3, 1, implementation="sort")
 
 
 def test_topk_scores_are_not_rounded_to_bf16():

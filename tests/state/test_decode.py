@@ -82,6 +82,25 @@ def test_unmapped_and_shared_pages_are_named():
         check_invariants(state.replace(target_table=shared), LEDGERS, MODELS.run)
 
 
+def test_full_pages_below_the_frontier_may_be_shared():
+    """Page 5 is the first of both lanes; each has a second one of its own."""
+    ledgers = {1: [5] * 15 + [7, 8], 4: [9] * 17}
+    state = sound()
+    sequence, ids = state.sequence, state.target_table.ids
+    for lane in ledgers:
+        sequence = sequence.replace(
+            frontier=sequence.frontier.at[lane].set(16),
+            context_frontier=sequence.context_frontier.at[lane].set(16),
+        )
+        ids = ids.at[lane, :2].set(jnp.array([5, 10 + lane]))
+    table = state.target_table.replace(ids=ids)
+    state = state.replace(sequence=sequence, target_table=table)
+    check_invariants(state, ledgers, MODELS.run)
+    table = table.replace(ids=ids.at[1, 2].set(5))  # lane 1 may still write its third page
+    with pytest.raises(InvariantError, match="share"):
+        check_invariants(state.replace(target_table=table), ledgers, MODELS.run)
+
+
 def test_abstract_state_has_the_shapes_of_zeros():
     abstract = DecodeState.abstract(MODELS.target, MODELS.draft, MODELS.run)
     zeros = MODELS.zeros()

@@ -8,7 +8,14 @@ import pytest
 
 from dflash_jax.sampling.params import SamplingArrays
 from dflash_jax.state.decode import Rows
-from dflash_jax.steps import PrefillChunk, commit, materialize, prefill_chunk, speculate
+from dflash_jax.steps import (
+    PrefillChunk,
+    commit,
+    images,
+    materialize,
+    prefill_chunk,
+    speculate,
+)
 from dflash_jax.steps.init import abstract_params
 from tests import cases
 
@@ -64,6 +71,21 @@ def test_j14_a_round_aliases_the_state_and_copies_no_pool(pair):
     state, steps = abstract_steps(*pair)
     for name in ("speculate", "commit", "materialize"):
         check(state, steps[name], name)
+
+
+@pytest.mark.parametrize("pair", [("dense", "dflash"), ("moe", "dflash2")], ids=str)
+def test_images_are_written_in_place_and_read_without_a_pool(pair):
+    models = cases.tiny_models(*pair, 3, 1, lanes=LANES, slots=LANES, max_context=CONTEXT)
+    state, one, ids = jax.eval_shape(models.zeros), numbers(()), numbers((images.PAGE_GROUP,))
+    image = jax.eval_shape(images.read_slot, state, one)
+    group = jax.eval_shape(images.read_pages, state, ids, ids)
+    check(state, lambda: images.write_slot.lower(state, one, image), "write_slot")
+    check(state, lambda: images.write_pages.lower(state, ids, ids, group), "write_pages")
+    pool = min(size(leaf) for leaf in jax.tree.leaves(state.target.kv))
+    for lowered in (
+        images.read_slot.lower(state, one), images.read_pages.lower(state, ids, ids)
+    ):
+        assert lowered.compile().memory_analysis().temp_size_in_bytes < pool / 4
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
-"""Command line: ``dflash-jax generate | inspect`` or ``python -m dflash_jax ...``.
+"""Command line: ``dflash-jax generate | chat | inspect`` or ``python -m dflash_jax ...``.
 
-New text (or token ids) goes to standard output as it is committed, everything else to standard
-error. A caller's fault is one line on standard error and exit status 2.
+Without a target it decodes a built-in prompt with the shipped pair (``cli/shipped.py``). New text
+(or token ids) goes to standard output as it is committed, everything else to standard error. A
+caller's fault is one line on standard error and exit status 2.
 """
 
 import argparse
@@ -12,21 +13,39 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dflash_jax import chat
+from dflash_jax.assets import DRAFTS
+from dflash_jax.cli import inspect
+from dflash_jax.cli.plot import check_plot, write_plot
+from dflash_jax.cli.printing import (
+    IdPrinter,
+    RoundRecorder,
+    TextPrinter,
+    comparison,
+    marks_for,
+    report,
+)
+from dflash_jax.cli.shipped import NEW_TOKENS, NO_DRAFT, with_defaults
 from dflash_jax.config import DraftConfig, DtypePolicy, RunConfig, TargetConfig, describe
 from dflash_jax.config.folder import read_text
 from dflash_jax.engine.checks import check_prompts, is_integer
 from dflash_jax.engine.generate import check_widths, generate, run_draft_tokens
-from dflash_jax.engine.request import FinishReason, Output, total_statistics
-from dflash_jax.engine.text import TextStream, TextTokenizer, eos_ids
+from dflash_jax.engine.request import FinishReason, OnTokens, Output, total_statistics
+from dflash_jax.engine.text import TextTokenizer, eos_ids
 from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.sampling.presets import PRESETS, read_generation_config
 from dflash_jax.steps import Models, Params
-from dflash_jax.weights import load_draft, load_target, read_draft_config, read_target_config
-from dflash_jax.weights.inspect import inspect_folder
-from dflash_jax.weights.proposal_head import read_proposal_head, use_proposal_head
+from dflash_jax.weights import (
+    load_draft,
+    load_target,
+    read_draft_config,
+    read_target_config,
+    use_proposal_head,
+)
+from dflash_jax.weights.proposal_head import read_proposal_head
 
 PROGRAM = "dflash-jax"
 DTYPES = {"bfloat16": DtypePolicy(), "float32": DtypePolicy.exact()}
@@ -52,12 +71,31 @@ class Job:
     tree_nodes: tuple[int, ...] | str | None
     tokenizer: TextTokenizer | None
 
+    def generate(self, on_tokens: OnTokens) -> list[Output]:
+        return generate(
+            self.models, self.params, self.prompts, max_new_tokens=self.max_new_tokens,
+            eos_ids=self.eos_ids, sampling=self.sampling, tree_nodes=self.tree_nodes,
+            on_tokens=on_tokens,
+        )
+
+    def plain(self) -> "Job":
+        """The same without a draft."""
+        run = dataclasses.replace(self.models.run, draft_tokens=0, tree_nodes=0)
+        return dataclasses.replace(
+            self, models=Models(target=self.models.target, draft=None, run=run),
+            params=Params(target=self.params.target, draft={}), tree_nodes=None,
+        )
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 2 a caller's fault, 1 a faulty row."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command == "chat":
+        return chat.run(arguments)
     if arguments.command == "inspect":
-        return _inspect(arguments)
+        return inspect.run(arguments)
+    arguments = with_defaults(arguments, parser.error)
     try:
         job = prepare(arguments)
     except (ValueError, OSError, NotImplementedError) as error:
@@ -65,25 +103,58 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if not arguments.quiet:
         print(describe(job.models.target, job.models.draft, job.models.run), file=sys.stderr)
-    printer = TextPrinter(job.tokenizer) if job.tokenizer else IdPrinter(len(job.prompts))
-    outputs = generate(
-        job.models,
-        job.params,
-        job.prompts,
-        max_new_tokens=job.max_new_tokens,
-        eos_ids=job.eos_ids,
-        sampling=job.sampling,
-        tree_nodes=job.tree_nodes,
-        on_tokens=printer.show,
-    )
-    printer.finish()
+        if arguments.built_in:
+            print(f"prompt, built in:\n{arguments.prompt}", file=sys.stderr)
+    outputs, recorder = _decode(arguments, job)
     if not arguments.quiet:
         print(report(outputs), file=sys.stderr)
+    if arguments.compare:
+        print("the same again without the draft ...", file=sys.stderr)
+        plain = job.plain().generate(lambda row, tokens: None)
+        sampled = job.sampling.temperature > 0
+        print(comparison(outputs, plain, sampled=sampled), file=sys.stderr)
+    status = _faults(outputs)
+    if arguments.plot is not None:
+        status = max(status, _plot(arguments, outputs, recorder))
+    return status
+
+
+def _decode(arguments: argparse.Namespace, job: Job) -> tuple[list[Output], RoundRecorder]:
+    """Generates, and streams what comes."""
+    recorder = RoundRecorder()
+    if job.tokenizer:
+        marks = marks_for(arguments.color) if arguments.show_accepted else None
+        printer = TextPrinter(job.tokenizer, marks)
+    else:
+        printer = IdPrinter(len(job.prompts))
+
+    def show(row: int, tokens: list[int]) -> None:
+        recorder.show(row, tokens)
+        printer.show(row, tokens)
+
+    outputs = job.generate(show)
+    printer.finish()
+    return outputs, recorder
+
+
+def _faults(outputs: Sequence[Output]) -> int:
+    """Reports rows that broke; the exit status."""
     reasons = [output.finish_reason for output in outputs]
     for row, reason in enumerate(reasons):
         if reason == FinishReason.FAULT:
             print(f"{PROGRAM}: row {row}: ended early, no finite logit", file=sys.stderr)
     return 1 if FinishReason.FAULT in reasons else 0
+
+
+def _plot(arguments: argparse.Namespace, outputs, recorder: RoundRecorder) -> int:
+    """Writes the picture; the exit status."""
+    total = total_statistics([output.statistics for output in outputs])
+    try:
+        write_plot(arguments.plot, total, recorder.rounds, f"draft {arguments.draft.name}")
+    except OSError as error:
+        print(f"{PROGRAM}: error: --plot: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -92,9 +163,13 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     command = commands.add_parser("generate", help="continue a prompt and stream the result")
     add = command.add_argument
-    add("--target", required=True, type=Path, help="folder of the target")
-    add("--draft", type=Path, help="folder of the draft; without one, plain decoding")
-    prompt = command.add_mutually_exclusive_group(required=True)
+    add("--target", type=Path, help="folder of the target; default: the shipped tiny one")
+    add(
+        "--draft", metavar=f"FOLDER|{'|'.join(DRAFTS)}|{NO_DRAFT}",
+        help="folder of the draft, without one plain decoding; or, for the shipped target, one of "
+        f"its drafts by name, {DRAFTS[0]} by default, or {NO_DRAFT}",
+    )
+    prompt = command.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="text of the user's message")
     prompt.add_argument(
         "--prompt-ids",
@@ -109,13 +184,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="columns of a tree round, K + 2..32, by number of live rows, 0 for a chain; or auto",
     )
     add("--draft-tree-paths", type=int, metavar="N", help="leaves of a tree, 2..8; default 8")
-    add("--max-new-tokens", type=int, required=True, metavar="N", help="outputs a row, at most")
+    add("--max-new-tokens", type=int, metavar="N", help="outputs a row, at most; needs a value "
+        f"for every target but the shipped one ({NEW_TOKENS})")
     positions = f"positions a row; default {DEFAULT_CONTEXT}, or fewer if the models have fewer"
     add("--max-context", type=int, metavar="N", help=positions)
-    add("--dtype", choices=sorted(DTYPES), default="bfloat16", help="float32 is for exactness")
+    add("--dtype", choices=sorted(DTYPES),
+        help="float32 is for exactness, and for the shipped target; bfloat16 for every other")
     add("--causal", choices=("true", "false"), help="override the draft layers' causality")
-    heads = "propose from all rows, or those of the draft's proposal_head.safetensors"
-    add("--proposal-head", choices=("full", "indexed"), help=f"{heads}; default full")
+    add("--proposal-head", choices=("full", "indexed"), help="propose from all rows, the default, "
+        "or from those of the draft's proposal_head.safetensors")
     add("--public-vocab", type=int, metavar="N", help="ids that may be emitted")
     add("--ignore-eos", action="store_true", help="run on to --max-new-tokens")
     add(
@@ -125,22 +202,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for option, kind in SAMPLING_OPTIONS.items():
         add(f"--{option.replace('_', '-')}", type=kind, help=f"overrides the preset's {option}")
-    add("--quiet", action="store_true", help="print neither geometry nor statistics")
-    look = commands.add_parser("inspect", help="what is in a model folder, from headers alone")
-    look.add_argument("folder", type=Path, help="folder of a target or a draft")
-    look.add_argument("--target", type=Path, help="the target's folder, to compare a draft with")
+    _add_output_options(add)
+    chat.add_command(commands)
+    inspect.add_command(commands)
     return parser
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
-    """Prints what is in a folder; 1 if a loader would refuse it, 2 for a caller's fault."""
-    try:
-        found = inspect_folder(arguments.folder, arguments.target)
-    except (ValueError, OSError) as error:
-        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    print(found)
-    return 1 if found.faults else 0
+def _add_output_options(add: Callable[..., object]) -> None:
+    add("--compare", action=argparse.BooleanOptionalAction,
+        help="decode again without the draft; by default only with the shipped target")
+    add("--show-accepted", action="store_true", help="mark text of accepted proposals")
+    add("--color", choices=("auto", "always", "never"),
+        help="of these marks; auto, the default, has colour on a terminal and {+marks+} elsewhere")
+    add("--plot", type=Path, metavar="FILE",
+        help="write a picture of acceptance by position and tokens a round (needs matplotlib)")
+    add("--quiet", action="store_true", help="print neither geometry nor statistics")
 
 
 def prepare(arguments: argparse.Namespace) -> Job:
@@ -149,13 +225,7 @@ def prepare(arguments: argparse.Namespace) -> Job:
     Raises:
       ValueError, OSError, NotImplementedError: a fault of the caller, or an unsupported model.
     """
-    for option in (
-        "draft_tokens", "causal", "draft_tree_nodes", "draft_tree_paths", "proposal_head",
-    ):
-        if arguments.draft is None and getattr(arguments, option) is not None:
-            raise ValueError(f"--{option.replace('_', '-')}: expected only with --draft")
-    if arguments.raw and arguments.prompt is None:
-        raise ValueError("--raw: expected only with --prompt")
+    _check_options(arguments)
     tokenizer, prompts = None, None
     if arguments.prompt is None:
         prompts = parse_prompt_ids(read_text(arguments.prompt_ids))
@@ -176,6 +246,23 @@ def prepare(arguments: argparse.Namespace) -> Job:
         tree_nodes=arguments.draft_tree_nodes,
         tokenizer=tokenizer,
     )
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options that mean nothing here."""
+    for option in ("draft_tokens", "causal", "draft_tree_nodes", "draft_tree_paths", "plot",
+                   "compare", "show_accepted", "proposal_head"):
+        if arguments.draft is None and getattr(arguments, option) not in (None, False):
+            raise ValueError(f"--{option.replace('_', '-')}: expected only with --draft")
+    for option in ("raw", "show_accepted"):
+        if getattr(arguments, option) and arguments.prompt is None:
+            raise ValueError(f"--{option.replace('_', '-')}: expected only with --prompt")
+    if arguments.color is not None and not arguments.show_accepted:
+        raise ValueError("--color: expected only with --show-accepted")
+    if arguments.compare and arguments.quiet:
+        raise ValueError("--compare: expected without --quiet, which hides it")
+    if arguments.plot is not None:
+        check_plot(arguments.plot)
 
 
 def parse_prompt_ids(text: str) -> list[list[int]]:
@@ -199,58 +286,6 @@ def parse_prompt_ids(text: str) -> list[list[int]]:
         if not is_integer(token):
             raise ValueError(f"--prompt-ids: expected integers or lists of them, got {token!r:.40}")
     return rows
-
-
-def report(outputs: Sequence[Output]) -> str:
-    """Statistics of a run as text."""
-    total = total_statistics([output.statistics for output in outputs])
-    lines = [
-        f"prefill: {total.prompt_tokens} tokens in {total.prefill_seconds:.3f} s, "
-        "compilation included",
-        f"rounds: {total.rounds}, and {total.single_steps} without proposals; "
-        f"{total.tokens_per_round:.3f} tokens a round",
-        f"accepted: {total.accepted} of {total.drafted} proposals ({total.acceptance:.1%}); "
-        f"by position {' '.join(map(str, total.accepted_by_position)) or '-'}",
-        "columns a round: "
-        + (" ".join(f"{width}x{n}" for width, n in sorted(total.widths.items())) or "-"),
-        f"decode: {total.new_tokens - total.requests} tokens in {total.decode_seconds:.3f} s, "
-        f"{total.tokens_per_second:.2f} tokens/s",
-        f"finished: {' '.join(output.finish_reason for output in outputs)}",
-    ]
-    return "\n".join(lines)
-
-
-class TextPrinter:
-    """Writes the text of one row to standard output as it becomes complete."""
-
-    def __init__(self, tokenizer: TextTokenizer):
-        self._stream = TextStream(tokenizer)
-
-    def show(self, row: int, tokens: list[int]) -> None:
-        print(self._stream.push(tokens), end="", flush=True)
-
-    def finish(self) -> None:
-        print(self._stream.finish(), flush=True)
-
-
-class IdPrinter:
-    """Writes token ids to standard output: one growing line, or ``row: ids`` lines of a batch."""
-
-    def __init__(self, num_rows: int):
-        self._alone = num_rows == 1
-        self._separator = ""
-
-    def show(self, row: int, tokens: list[int]) -> None:
-        ids = " ".join(map(str, tokens))
-        if self._alone:
-            print(f"{self._separator}{ids}", end="", flush=True)
-            self._separator = " "
-        else:
-            print(f"{row}: {ids}", flush=True)
-
-    def finish(self) -> None:
-        if self._alone:
-            print(flush=True)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,0 +1,170 @@
+"""A conversation's state image on disk: ``image.safetensors`` and ``image.json``.
+
+The JSON file holds the ids, the request as it stood, and what the state depends on: format, models,
+dtypes, page size and weights. It is written last and names the digest of the other file, so a
+folder that was written halfway is never loaded.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy before safetensors reads
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from dflash_jax.config.folder import read_json
+from dflash_jax.engine.lanes import Replica
+from dflash_jax.engine.request import Embeddings, Piece, Request
+from dflash_jax.sampling.params import SamplingParams
+from dflash_jax.steps import Models
+
+FORMAT = 1
+TENSORS, HEADER = "image.safetensors", "image.json"
+_EMBEDDINGS = ("rows", "index", "positions")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a folder holds: the tokens, the request as it stood, and every array."""
+
+    tokens: tuple[int, ...]
+    origin: Request
+    replica: Replica
+
+
+def identity(models: Models, weights: str) -> dict:
+    """What a state depends on, as plain JSON values.
+
+    Args:
+      weights: `fingerprint` of the parameters.
+    """
+    draft = None if models.draft is None else dataclasses.asdict(models.draft)
+    stated = {
+        "format": FORMAT,
+        "target": dataclasses.asdict(models.target),
+        "draft": draft,
+        "dtypes": dataclasses.asdict(models.run.dtypes),
+        "page_size": models.run.page_size,
+        "weights": weights,
+    }
+    return json.loads(json.dumps(stated))
+
+
+def save_image(folder, saved: Saved, identity: dict) -> None:
+    """Writes a folder."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / HEADER).unlink(missing_ok=True)
+    tensors = {f"state/{name}": leaf for name, leaf in _leaves(saved.replica)}
+    origin = saved.origin
+    if origin.embeddings is not None:
+        given = origin.embeddings
+        tensors |= {
+            f"embeddings/{name}": np.ascontiguousarray(getattr(given, name))
+            for name in _EMBEDDINGS
+        }
+    content = save(tensors)
+    (folder / TENSORS).write_bytes(content)
+    header = {
+        "identity": identity,
+        "digest": hashlib.sha256(content).hexdigest(),
+        "tokens": list(saved.tokens),
+        "request": {
+            "row": origin.row,
+            "prompt": list(origin.prompt),
+            "max_new_tokens": origin.max_new_tokens,
+            "eos_ids": sorted(origin.eos_ids),
+            "stop_sequences": [list(sequence) for sequence in origin.stop_sequences],
+            "stop_strings": list(origin.stop_strings),
+            "sampling": dataclasses.asdict(origin.sampling),
+            "tokens": list(origin.tokens),
+            "text": origin.text,
+            "rope_delta": origin.embeddings and origin.embeddings.rope_delta,
+        },
+    }
+    (folder / HEADER).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
+
+
+def load_image(folder, identity: dict, like: Callable[[int], Replica], decode) -> Saved:
+    """Reads a folder.
+
+    Args:
+      identity: of this process.
+      like: gives shapes and dtypes of a replica of so many tokens.
+      decode: text of ids, or None.
+    Raises:
+      ValueError: the folder is incomplete or damaged, or was made with another format, model,
+        dtype, page size or other weights; says which.
+    """
+    folder = Path(folder)
+    header = read_json(folder / HEADER)
+    stated = header.get("identity", {})
+    for name, expected in identity.items():
+        if stated.get(name) != expected:
+            raise ValueError(
+                f"{HEADER}: {name}: expected {_short(expected)}, got {_short(stated.get(name))}"
+            )
+    content = (folder / TENSORS).read_bytes()
+    if hashlib.sha256(content).hexdigest() != header.get("digest"):
+        raise ValueError(f"{TENSORS}: expected the digest in {HEADER}, got another")
+    try:
+        tensors = load(content)
+    except SafetensorError as error:
+        raise ValueError(f"{TENSORS}: expected safetensors, got {error}") from error
+    tokens = tuple(header["tokens"])
+    return Saved(
+        tokens=tokens, origin=_request(header["request"], tensors, decode),
+        replica=_replica(tensors, like(len(tokens))),
+    )
+
+
+def _request(fields: dict, tensors: dict, decode) -> Request:
+    embeddings = None
+    if fields["rope_delta"] is not None:
+        arrays = {name: tensors[f"embeddings/{name}"] for name in _EMBEDDINGS}
+        embeddings = Embeddings(**arrays, rope_delta=fields["rope_delta"])
+    sampling = dict(fields["sampling"])
+    sampling["logit_bias"] = {int(token): b for token, b in sampling["logit_bias"].items()}
+    request = Request(
+        row=fields["row"],
+        prompt=tuple(fields["prompt"]),
+        max_new_tokens=fields["max_new_tokens"],
+        eos_ids=frozenset(fields["eos_ids"]),
+        stop_sequences=tuple(map(tuple, fields["stop_sequences"])),
+        stop_strings=tuple(fields["stop_strings"]),
+        decode=decode,
+        sampling=SamplingParams(**sampling),
+        embeddings=embeddings,
+        tokens=list(fields["tokens"]),
+    )
+    if request.tokens:
+        request.pieces.append(Piece(tokens=tuple(request.tokens), text=fields["text"]))
+        request.watch = request.watch.push(request.tokens).watch
+    return request
+
+
+def _leaves(tree):
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf
+
+
+def _replica(tensors: dict, like: Replica) -> Replica:
+    names = [f"state/{name}" for name, _ in _leaves(like)]
+    for name, (_, expected) in zip(names, _leaves(like), strict=True):
+        leaf = tensors.get(name)
+        if leaf is None or (leaf.shape, leaf.dtype) != (expected.shape, expected.dtype):
+            got = "none" if leaf is None else f"{leaf.shape} {leaf.dtype}"
+            raise ValueError(
+                f"{TENSORS}: {name}: expected {expected.shape} {expected.dtype}, got {got}"
+            )
+    return jax.tree.unflatten(jax.tree.structure(like), [tensors[name] for name in names])
+
+
+def _short(value) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,379 @@
+"""Which requests run: waiting ones enter lanes, prompts are read, rounds are decided and entered.
+
+A step is admit -> prefill -> round. Inside a round: result -> preview -> commit -> account ->
+publish, and the next round is started before the caller sees the tokens of this one, so that the
+device works while the host talks. An exception at any place leaves host and device in agreement:
+what the device has done is told by ``Lanes``, and whatever is not entered yet is entered first by
+the next step.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Collection, Sequence
+
+from dflash_jax.engine.images import ImageStore, StateImage
+from dflash_jax.engine.lanes import Lanes
+from dflash_jax.engine.pages import CapacityError
+from dflash_jax.engine.placement import Placement, Waiting, positions_of
+from dflash_jax.engine.pools import Holding, Pools
+from dflash_jax.engine.preview import Decision, preview
+from dflash_jax.engine.publish import account, publish
+from dflash_jax.engine.request import FinishReason, Request
+from dflash_jax.engine.width import Widths
+from dflash_jax.steps import Models
+
+KEPT = frozenset([FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH])
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Row:
+    """A request that has a lane.
+
+    Fields:
+      lane: its row in the batch.
+      holding: its slot and pages, enough for everything it may still publish.
+      decoding: the first token has been drawn.
+      since: when it got the lane, or drew the first token; seconds.
+    """
+
+    request: Request
+    lane: int
+    holding: Holding
+    decoding: bool
+    since: float = dataclasses.field(default_factory=time.perf_counter)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A decision whose commit has been issued. ``round`` is (P, A, columns), None without one."""
+
+    row: Row
+    decision: Decision
+    round: tuple[int, int, int] | None
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Flight:
+    """A round that the device runs: its rows by lane, its width, when it began."""
+
+    rows: dict[int, Row]
+    nodes: int
+    since: float
+
+
+class Scheduler:
+    """The rows of one device and everything that moves them."""
+
+    def __init__(
+        self, models: Models, lanes: Lanes, pools: Pools, store: ImageStore, widths: Widths,
+        checkpoints: Collection[str],
+    ):
+        self._models, self._lanes, self._pools, self._store = models, lanes, pools, store
+        self._widths, self._checkpoints = widths, frozenset(checkpoints)
+        self._placement = Placement(lanes, pools, store)
+        self.rows: dict[int, Row] = {}
+        self.waiting: collections.deque[Waiting] = collections.deque()
+        self._stuck = False  # the first of the waiting requests did not fit when it was tried
+        self._flight: Flight | None = None
+        self._pending: list[Entry] | None = None  # entered if the commit was issued, else void
+        self._entered: collections.deque[Entry] = collections.deque()  # to be accounted for
+        self._shown: collections.deque[Entry] = collections.deque()  # to be published
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def row_of(self, request: Request) -> Row | None:
+        """The row of a request that has one."""
+        return next((row for row in self.rows.values() if row.request is request), None)
+
+    def place_now(self, waiting: Waiting) -> None:
+        """Gives a request a lane at once.
+
+        Raises:
+          CapacityError: others wait, or a lane, a slot or pages are missing.
+        """
+        if self.waiting:
+            raise CapacityError(f"queue: need it empty, have {len(self.waiting)} waiting requests")
+        lane = self._free_lane()
+        if lane is None:
+            raise CapacityError(f"lanes: need 1, have 0 of {self._models.run.batch}")
+        if not self._place(waiting, lane):
+            raise CapacityError(self.shortage(waiting))
+
+    def shortage(self, waiting: Waiting) -> str:
+        """What a request lacks, in words."""
+        pages = self._pools.pages_of(positions_of(waiting.request))
+        return self._pools.shortage(1, pages) or "lanes: need 1, have 0"
+
+    def withdraw(self, request: Request) -> None:
+        """Releases what an ended request has, or takes it from the queue."""
+        for waiting in tuple(self.waiting):
+            if waiting.request is request:
+                self.waiting.remove(waiting)
+                if waiting.image is not None:
+                    self._store.leave(waiting.image)
+        self._sweep()
+
+    def frontier(self, row: Row) -> int:
+        """F of a row."""
+        return row.request.frontier if row.decoding else self._lanes.frontier(row.lane)
+
+    def capture(self, row: Row, **fields) -> StateImage:
+        """An image of a row at its frontier, entered into the store; the row goes on unchanged.
+
+        Raises:
+          CapacityError: no slot or no page for the tail can be made free.
+        """
+        frontier = self.frontier(row)
+        pages = self._pools.branch_pages(frontier, frontier)
+        if not self._store.make_room(1, pages):
+            raise CapacityError(self._pools.shortage(1, pages))
+        self._catch_up(row)
+        holding, tail = self._pools.branch(row.holding, frontier, frontier)
+        try:
+            self._lanes.copy(row.holding, holding, tail)
+        except BaseException:
+            self._pools.give(holding)
+            raise
+        image = _image(row.request, frontier, holding, **fields)
+        self._store.add(image)
+        return image
+
+    def force(self, row: Row, ids: Sequence[int]) -> None:
+        """Publishes tokens of the caller's choice, after they have run like a prompt.
+
+        The anchor and all of them but the last are processed; the last is the new anchor. A round
+        in flight no longer counts for the row. If the device fails midway, the row ends.
+        """
+        request = row.request
+        decision = preview(request, ids, len(ids))
+        run = [*request.ledger, *decision.tokens[:-1]]
+        if self._flight is not None:
+            self._flight.rows.pop(row.lane, None)
+        try:
+            self._catch_up(row)
+            done = request.frontier
+            while done < len(run):
+                done = self._lanes.prefill(
+                    row.lane, row.holding, run, done, request.embeddings
+                )
+            account(request, decision)
+            request.statistics.forced_tokens += decision.committed
+            if request.finish_reason is None:
+                self._lanes.resume(row.lane, row.holding, request, request.frontier)
+        except BaseException:
+            request.end(FinishReason.FAULT)
+            raise
+        self._shown.append(Entry(row=row, decision=decision, round=None))
+        self.settle()
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One step; False when nothing could be done, which is so when nothing is left to do."""
+        unsettled = not self.settled
+        self.settle()
+        admitted = self._admit()
+        read = self._read_prompts()
+        decided = self._round()
+        return unsettled or admitted or read or decided
+
+    @property
+    def settled(self) -> bool:
+        """The host knows everything the device has done, and so does the caller."""
+        return self._pending is None and not self._entered and not self._shown
+
+    def settle(self) -> None:
+        """Enters everything whose commit has been issued, then shows it."""
+        if self._pending is not None:
+            if not self._lanes.in_flight:
+                self._entered.extend(self._pending)
+                self._flight = None
+            self._pending = None
+        while self._entered:
+            self._account(self._entered[0])
+            self._shown.append(self._entered.popleft())
+        self._sweep()
+        if self._nothing_to_admit():
+            self._start_round()
+        while self._shown:
+            entry = self._shown.popleft()
+            publish(entry.row.request, entry.decision)
+        self._sweep()
+
+    def release_all(self, reason: FinishReason) -> None:
+        """Ends every row after the device has lost its state; slots and pages are free again.
+
+        Waiting requests stay, but for those whose image was lost.
+        """
+        self._flight, self._pending = None, None
+        self._entered.clear()
+        for waiting in tuple(self.waiting):
+            if waiting.image is not None and waiting.image.dropped:
+                waiting.request.end(reason)
+                self.waiting.remove(waiting)
+        for row in tuple(self.rows.values()):
+            row.request.end(reason)
+            del self.rows[row.lane]
+            self._pools.give(row.holding)
+
+    def _admit(self) -> bool:
+        progress, self._stuck = False, False
+        while self.waiting and (lane := self._free_lane()) is not None:
+            if not self._place(self.waiting[0], lane):
+                self._stuck = True
+                break
+            self.waiting.popleft()
+            progress = True
+        return progress
+
+    def _read_prompts(self) -> bool:
+        progress = False
+        for row in tuple(self.rows.values()):
+            if row.decoding or row.request.finish_reason is not None:
+                continue
+            progress = True
+            request, lane = row.request, row.lane
+            done = self._lanes.frontier(lane)
+            if done < len(request.prompt):
+                done = self._lanes.prefill(
+                    lane, row.holding, request.prompt, done, request.embeddings
+                )
+            if done == len(request.prompt):
+                self._first(row)
+        return progress
+
+    def _first(self, row: Row) -> None:
+        request = row.request
+        if "prompt" in self._checkpoints and request.embeddings is None:
+            self._keep_prompt(row)
+        token = self._lanes.first_token(row.lane, row.holding)
+        if token is None:
+            request.end(FinishReason.FAULT)
+        else:
+            entry = Entry(row=row, decision=preview(request, [token], 1), round=None)
+            row.decoding = True
+            self._entered.append(entry)
+        now = time.perf_counter()
+        request.statistics.prefill_seconds, row.since = now - row.since, now
+        self.settle()
+
+    def _keep_prompt(self, row: Row) -> None:
+        """A checkpoint at the end of the prompt, if there is room for one."""
+        known = self._store.exact(row.request.prompt)
+        if known is not None:
+            self._store.touch(known)
+            return
+        frontier = len(row.request.prompt)
+        if self._store.make_room(1, self._pools.branch_pages(frontier, frontier)):
+            self.capture(row)
+
+    def _round(self) -> bool:
+        self._start_round()
+        if self._flight is None:
+            return False
+        flight, result = self._flight, self._lanes.result()
+        entries, tokens = [], 0
+        for lane, row in flight.rows.items():
+            if self.rows.get(lane) is not row:
+                continue  # it has ended since the round began: N = 0
+            licensed = result.licensed[lane]
+            if result.fault[lane]:
+                decision = Decision(
+                    tokens=(), reason=FinishReason.FAULT, text="", watch=row.request.watch
+                )
+            else:
+                decision = preview(row.request, result.outputs[lane], licensed)
+            counts = (result.proposals[lane], licensed - 1, result.columns[lane])
+            entries.append(Entry(row=row, decision=decision, round=counts))
+            tokens += licensed
+        self._pending = entries
+        self._lanes.commit({entry.row.lane: entry.decision.committed for entry in entries})
+        seconds = time.perf_counter() - flight.since
+        self._widths.learn(len(flight.rows), flight.nodes, tokens, seconds)
+        self.settle()
+        return True
+
+    def _start_round(self) -> None:
+        """Starts a round of all rows that decode, unless one is in flight."""
+        if self._flight is not None:
+            return
+        live = {
+            lane: row
+            for lane, row in self.rows.items()
+            if row.decoding and row.request.finish_reason is None
+        }
+        if live:
+            nodes, since = self._widths.choose(len(live)), time.perf_counter()
+            self._lanes.speculate({lane: row.holding.slot for lane, row in live.items()}, nodes)
+            self._flight = Flight(rows=live, nodes=nodes, since=since)
+
+    def _nothing_to_admit(self) -> bool:
+        reading = any(not row.decoding for row in self.rows.values())
+        return not reading and (not self.waiting or self._stuck or self._free_lane() is None)
+
+    def _account(self, entry: Entry) -> None:
+        request, decision = entry.row.request, entry.decision
+        account(request, decision)
+        if decision.reason is FinishReason.FAULT:
+            request.end(FinishReason.FAULT)
+        elif entry.round is not None:
+            request.statistics.count_round(*entry.round)
+        request.statistics.decode_seconds = time.perf_counter() - entry.row.since
+
+    # -- lanes ---------------------------------------------------------------------------------
+
+    def _free_lane(self) -> int | None:
+        lanes = range(self._models.run.batch)
+        return next((lane for lane in lanes if lane not in self.rows), None)
+
+    def _place(self, waiting: Waiting, lane: int) -> bool:
+        """Gives a request a lane, a slot and all pages it can need; False if they cannot be had."""
+        request = waiting.request
+        placed = self._placement.place(waiting, lane)
+        if placed is None:
+            return False
+        decoding = bool(request.tokens)
+        self.rows[lane] = Row(
+            request=request, lane=lane, holding=placed.holding, decoding=decoding
+        )
+        if not decoding:
+            request.statistics.reused_tokens = placed.reused
+        if waiting.image is not None:
+            self._store.leave(waiting.image)
+        return True
+
+    def _sweep(self) -> None:
+        """Rows whose request has ended leave their lanes."""
+        for row in tuple(self.rows.values()):
+            if row.request.finish_reason is not None:
+                self._finish(row)
+
+    def _finish(self, row: Row) -> None:
+        request = row.request
+        kept = request.finish_reason in KEPT and "turn" in self._checkpoints
+        if not kept or request.embeddings is not None:
+            del self.rows[row.lane]
+            self._pools.give(row.holding)
+            return
+        self._catch_up(row)
+        frontier = request.frontier
+        known = self._store.exact(request.ledger[:frontier])
+        del self.rows[row.lane]
+        if known is not None:
+            self._pools.give(row.holding)
+            self._store.touch(known)
+        else:
+            holding = self._pools.shrink(row.holding, frontier)
+            self._store.add(_image(request, frontier, holding))
+
+    def _catch_up(self, row: Row) -> None:
+        if self._models.draft is not None:
+            self._lanes.materialize(row.lane, row.holding)
+
+
+def _image(request: Request, frontier: int, holding: Holding, **fields) -> StateImage:
+    return StateImage(
+        tokens=tuple(request.ledger[:frontier]), origin=request.continued(request.row),
+        holding=holding, **fields,
+    )

@@ -1,0 +1,47 @@
+"""Attention of a narrow block over paged context.
+
+Implements: ops/softmax_attention.py, `softmax_attention`.
+Matches when: W <= 32; page and head_dim are powers of two, at least 16; block mask of any kind.
+Assumes: table entries of positions below the frontier are mapped.
+"""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from dflash_jax.pallas import attention
+from dflash_jax.pallas.attention import MAX_WIDTH, Tiles
+from dflash_jax.pallas.common import is_power_of_two
+
+
+def supports(width: int, page: int, dim: int) -> bool:
+    """Whether the kernel takes blocks, pages and heads of these sizes."""
+    return width <= MAX_WIDTH and all(is_power_of_two(n) and n >= 16 for n in (page, dim))
+
+
+def attend(
+    query, block_key, block_value, key_pages, value_pages, table, frontier, live, visible, *,
+    width, scale, interpret, tiles=None,
+):
+    """See `attention.attend`; pages, table and frontier as in the op."""
+    page = key_pages.shape[2]
+    tiles = tiles or Tiles.of(*query.shape, page, table.shape[1] * page)
+    return attention.attend(
+        query, block_key, block_value, (key_pages, value_pages, table, frontier), live, visible,
+        reader=_pages, name="softmax_attention", width=width, scale=scale, tiles=tiles,
+        interpret=interpret,
+    )
+
+
+def _pages(context, row, head, keys):
+    key_pages, value_pages, table, frontier = context
+    _, num_pages, page, _ = key_pages.shape
+    length = frontier[row]
+
+    def read(first, column):
+        number = jnp.clip(table[row, first // page], 0, num_pages - 1)
+        place = pl.ds(first % page, keys)
+        seen = first + jnp.arange(keys, dtype=jnp.int32) < length
+        visible = jnp.broadcast_to(seen[None, :], (column.shape[0], keys))
+        return key_pages[head, number, place, :], value_pages[head, number, place, :], seen, visible
+
+    return length, read

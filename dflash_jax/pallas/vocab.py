@@ -1,0 +1,114 @@
+"""The k best scores of long rows: block maxima by XLA, then one program a row.
+
+Implements: ops/vocab.py, the selection of `linear_topk`.
+Matches when: k <= 128.
+
+The k blocks with the largest maxima (equal maxima: the lower block) hold the k best scores (equal
+scores: the lower index), so a program looks at the maxima, and then inside k blocks only. It runs
+in one warp: every reduction stays in its lanes.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from dflash_jax.pallas.common import WHOLE, gpu_call, load
+
+BLOCK = 128
+_LOWEST = np.int32(-(2**31))  # below the key of every score
+
+
+def supports(k: int) -> bool:
+    """Whether the kernel keeps so many."""
+    return 0 < k <= BLOCK
+
+
+def top_k(scores, *, k: int, eligible: int, interpret: bool):
+    """The k best of the first `eligible` scores of each row, by score, then by lower index.
+
+    Args:
+      scores: [R, N] fp32; from `eligible` on anything. +0 and -0 are equal.
+      k: at most eligible. Static.
+    Returns:
+      scores [R, k] fp32 and their indices [R, k] int32, best first.
+    """
+    rows, count = scores.shape
+    blocks = pl.cdiv(count, BLOCK)
+    if blocks * BLOCK != count:
+        scores = jnp.pad(scores, ((0, 0), (0, blocks * BLOCK - count)))
+    index = jnp.arange(blocks * BLOCK, dtype=jnp.int32)
+    keys = jnp.where(index < eligible, _key(scores), _LOWEST)
+    maxima = jnp.max(keys.reshape(rows, blocks, BLOCK), axis=-1)
+    kept = max(16, pl.next_power_of_2(k))
+    best = gpu_call(
+        _kernel(k, kept, blocks, eligible),
+        name="top_k",
+        out_shape=(
+            jax.ShapeDtypeStruct((rows, kept), jnp.float32),
+            jax.ShapeDtypeStruct((rows, kept), jnp.int32),
+        ),
+        grid=(rows,),
+        in_specs=[WHOLE] * 2,
+        out_specs=(WHOLE,) * 2,
+        interpret=interpret,
+        num_warps=1,
+    )(scores.reshape(-1), maxima.reshape(-1))
+    return tuple(x[:, :k] for x in best)
+
+
+def _kernel(k: int, kept: int, blocks: int, eligible: int):
+    def kernel(scores, maxima, best, ids):
+        row, slot = pl.program_id(0), jnp.arange(kept, dtype=jnp.int32)
+        places = jnp.arange(max(16, pl.next_power_of_2(blocks)), dtype=jnp.int32)
+        highest = load(maxima.at[row * blocks + places], mask=places < blocks, other=_LOWEST)
+
+        def choose_block(rank, carry):
+            chosen, left = carry
+            _, place = _first_largest(left, places)
+            return jnp.where(slot == rank, place, chosen), jnp.where(
+                places == place, _LOWEST, left
+            )
+
+        # Unused entries name a block past the end: nothing in it is eligible.
+        chosen = jnp.full((kept,), blocks, jnp.int32)
+        chosen, _ = lax.fori_loop(0, min(k, blocks), choose_block, (chosen, highest))
+
+        offset = jnp.arange(BLOCK, dtype=jnp.int32)
+        index = chosen[:, None] * BLOCK + offset[None, :]
+        inside = index < eligible
+        value = load(scores.at[row * blocks * BLOCK + index], mask=inside, other=0.0)
+        value = jnp.where(value == 0.0, 0.0, value)
+        keys = jnp.where(inside, _key(value), _LOWEST)
+
+        def choose(rank, carry):
+            found, at, left = carry
+            largest, place = _first_largest(left, index)
+            found = jnp.where(slot == rank, largest, found)
+            at = jnp.where(slot == rank, place, at)
+            return found, at, jnp.where(index == place, _LOWEST, left)
+
+        start = (jnp.zeros((kept,), jnp.int32), jnp.zeros((kept,), jnp.int32), keys)
+        found, at, _ = lax.fori_loop(0, k, choose, start)
+        best[row, :] = _score(found)
+        ids[row, :] = at
+
+    return kernel
+
+
+def _first_largest(keys, index):
+    """The largest key and the lowest index that has it."""
+    largest = jnp.max(keys)
+    return largest, jnp.min(jnp.where(keys == largest, index, np.int32(2**31 - 1)))
+
+
+def _key(scores):
+    """int32 keys that compare like the scores; -0 counts as +0."""
+    bits = lax.bitcast_convert_type(jnp.where(scores == 0.0, 0.0, scores), jnp.int32)
+    return jnp.where(bits < 0, bits ^ np.int32(2**31 - 1), bits)
+
+
+def _score(keys):
+    bits = jnp.where(keys < 0, keys ^ np.int32(2**31 - 1), keys)
+    return lax.bitcast_convert_type(bits, jnp.float32)

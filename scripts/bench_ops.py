@@ -1,0 +1,60 @@
+"""Checks ops against float64 on the device, then times them, beside peers of the same run.
+
+    python scripts/bench_ops.py [--only NAME ...] [--full]
+
+One line per op, size and form: microseconds of a call inside a program of many calls on rotating
+operands, the bytes it must move, its floor at the copy bandwidth of the same run and the ratio to
+it. Operands are random. A form that misses its tolerance is reported and not timed; the exit status
+is then 1.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+# Works from a checkout as well as from an installation.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+
+from scripts.bench_round import copy_bandwidth
+from scripts.ops.catalogue import cases
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of names")
+    parser.add_argument("--full", action="store_true", help="larger batches and contexts too")
+    parser.add_argument("--forms", nargs="+", help="only these forms")
+    arguments = parser.parse_args()
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {' '.join(sys.argv)}")
+    bandwidth = copy_bandwidth()
+    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s (read + write)")
+    failed = False
+    for case in cases(arguments.full):
+        if not any(part in case.name for part in arguments.only):
+            continue
+        for form in case.forms:
+            if arguments.forms and form not in arguments.forms:
+                continue
+            failed |= not report(case, form, bandwidth)
+    return int(failed)
+
+
+def report(case, form: str, bandwidth: float) -> bool:
+    """Prints a line; False if the form is wrong or cannot run."""
+    key = jax.random.key(0)
+    try:
+        error = f"error {case.check(form, key):.1e}" if case.exact else "not compared here"
+        taken = case.time(form, key)
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as fault:
+        print(f"{case.name}, {form}: FAILED {str(fault).splitlines()[0]}", flush=True)
+        return False
+    floor = case.bytes / bandwidth * 1e6
+    print(f"{case.name}, {form}: {taken:.1f} us, {case.bytes / 1e6:.1f} MB, floor {floor:.1f} us, "
+          f"ratio {taken / floor:.2f}, {error}", flush=True)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""The ops at official sizes: Qwen3.5-27B and 35B-A3B, their drafts, and K = 7 or 15."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dflash_jax.ops import gated_delta_rule, sliding_window_attention, softmax_attention
+from dflash_jax.ops import sparse_moe as moe
+from dflash_jax.ops.vocab import top_k
+from dflash_jax.sampling.distribution import target_distribution
+from dflash_jax.sampling.params import SamplingArrays, SamplingParams
+from scripts.ops.case import Case
+from tests.oracles import attention as attention_oracle
+from tests.oracles import gated_delta_rule as delta_oracle
+from tests.oracles import sparse_moe as moe_oracle
+
+PAGE, VOCABULARY, PUBLIC = 64, 248320, 248077
+BOTH = ("xla", "pallas")
+
+
+def normal(key, shape, dtype=jnp.bfloat16, scale=1.0):
+    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def cases(full: bool) -> list[Case]:
+    """All of them; `full` adds larger batches and contexts."""
+    rows = (1, 8) if full else (1,)
+    found = []
+    for batch in rows:
+        found += [verify(batch, 8, chain=True), verify(batch, 16, chain=False)]
+        found += [paged(batch, 8, context) for context in ((4096, 32768) if full else (4096,))]
+        found += [ring(batch, 8, 2048)]
+    found += [select(7), *([select(120)] if full else [])]
+    found += [experts(tokens) for tokens in ((1, 8, 64) if full else (8,))]
+    found += [law(1, 8), *([law(8, 16)] if full else [])]
+    return found
+
+
+def verify(batch: int, width: int, *, chain: bool) -> Case:
+    """GDN verification of one 27B layer; a tree hangs half of its columns on earlier ones."""
+    key_heads, value_heads, dim = 16, 48, 128
+    parent = np.arange(width) - 1
+    if not chain:
+        parent[width // 2 :] = np.arange(width - width // 2) // 2
+    parent = np.tile(np.maximum(parent, 0), (batch, 1)).astype(np.int32)
+
+    def make(key):
+        keys = jax.random.split(key, 5)
+        gates = jax.random.normal(keys[3], (2, batch, width, value_heads))
+        decay = jnp.stack([-0.1 * jax.nn.softplus(gates[0]), jax.nn.sigmoid(gates[1])], axis=-1)
+        return (
+            *(normal(k, (batch, width, key_heads, dim)) for k in keys[:2]),
+            normal(keys[2], (batch, width, value_heads, dim)), decay,
+            normal(keys[4], (batch, value_heads, dim, dim), jnp.float32, 0.1),
+            jnp.arange(batch, dtype=jnp.int32), jnp.asarray(parent),
+            jnp.full((batch,), width, jnp.int32),
+        )
+
+    def exact(query, key, value, decay, state, slot, parent, live):
+        return np.stack([
+            delta_oracle.tree(state[b], query[b], key[b], value[b], decay[b], parent[b], live[b])
+            for b in range(batch)
+        ])
+
+    state = batch * value_heads * dim * dim * 4
+    return Case(
+        name=f"gated_delta_verify {'chain' if chain else 'tree'} B={batch} W={width}",
+        bytes=state, make=make, exact=exact if batch == 1 else None, tolerance=2e-5,
+        forms={form: functools.partial(
+            gated_delta_rule.gated_delta_verify, chain=chain, implementation=form
+        ) for form in BOTH},
+    )
+
+
+def paged(batch: int, width: int, context: int) -> Case:
+    """Attention of one full 27B layer."""
+    heads, kv_heads, dim = 24, 4, 256
+    pages = context // PAGE
+
+    def make(key):
+        keys = jax.random.split(key, 6)
+        pool = (kv_heads, batch * pages, PAGE, dim)
+        table = jax.random.permutation(keys[5], batch * pages).reshape(batch, pages)
+        return (
+            normal(keys[0], (batch, width, heads, dim)),
+            *(normal(k, (batch, width, kv_heads, dim)) for k in keys[1:3]),
+            *(normal(k, pool) for k in keys[3:5]), table.astype(jnp.int32),
+            jnp.full((batch,), context, jnp.int32), jnp.full((batch,), width, jnp.int32),
+        )
+
+    options = dict(block_mask="causal", scale=dim**-0.5)
+    return Case(
+        name=f"softmax_attention B={batch} W={width} context {context}",
+        bytes=batch * context * kv_heads * dim * 2 * 2, make=make,
+        exact=functools.partial(attention_oracle.softmax_attention, **options)
+        if batch == 1 and context <= 4096 else None,
+        forms={form: functools.partial(
+            softmax_attention.softmax_attention, implementation=form, **options
+        ) for form in BOTH},
+    )
+
+
+def ring(batch: int, width: int, capacity: int) -> Case:
+    """Attention of one local draft layer."""
+    heads, kv_heads, dim = 32, 8, 128
+
+    def make(key):
+        keys = jax.random.split(key, 5)
+        store = (batch, kv_heads, capacity, dim)
+        return (
+            normal(keys[0], (batch, width, heads, dim)),
+            *(normal(k, (batch, width, kv_heads, dim)) for k in keys[1:3]),
+            normal(keys[3], store), normal(keys[4], store, jnp.float16),
+            jnp.arange(batch, dtype=jnp.int32), jnp.full((batch,), 2 * capacity + 77, jnp.int32),
+            jnp.full((batch,), width, jnp.int32),
+        )
+
+    options = dict(window=capacity, causal=False, scale=dim**-0.5)
+    return Case(
+        name=f"sliding_window_attention B={batch} W={width} ring {capacity}",
+        bytes=batch * capacity * kv_heads * dim * 2 * 2, make=make,
+        exact=functools.partial(attention_oracle.sliding_window_attention, **options)
+        if batch == 1 else None,
+        forms={form: functools.partial(
+            sliding_window_attention.sliding_window_attention, implementation=form, **options
+        ) for form in BOTH},
+    )
+
+
+def select(rows: int) -> Case:
+    """The 16 best of full vocabulary rows, scores at hand."""
+    def make(key):
+        return (normal(key, (rows, VOCABULARY), jnp.float32),)
+
+    def best(form):
+        return lambda scores: top_k(scores, k=16, eligible=PUBLIC, implementation=form)[0]
+
+    def exact(scores):
+        return -np.sort(-scores[:, :PUBLIC].astype(np.float64), axis=1)[:, :16]
+
+    return Case(
+        name=f"top_k 16 of {rows} x {VOCABULARY}", make=make, exact=exact,
+        bytes=rows * VOCABULARY * 4, tolerance=1e-7,
+        forms={form: best(form) for form in BOTH}
+        | {"lax.top_k": lambda scores: lax.top_k(scores[:, :PUBLIC], 16)[0]},
+    )
+
+
+def experts(tokens: int) -> Case:
+    """The experts of one 35B layer under random routing."""
+    count, k, hidden, inner = 256, 8, 2048, 512
+    unique = count * (1 - (1 - k / count) ** tokens)
+
+    def make(key):
+        keys = jax.random.split(key, 4)
+        routing = moe.route(jax.random.normal(keys[1], (tokens, count)), k)
+        return (
+            normal(keys[0], (tokens, hidden)), routing.experts, routing.weights,
+            normal(keys[2], (count, 2 * inner, hidden), scale=0.02),
+            normal(keys[3], (count, hidden, inner), scale=0.04),
+        )
+
+    def run(form):
+        def call(x, chosen, weights, gate_up, down):
+            routing = moe.Routing(experts=chosen, weights=weights)
+            return moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation=form)
+        return call
+
+    def ragged(x, chosen, weights, gate_up, down):
+        order = jnp.argsort(chosen.reshape(-1), stable=True)
+        sizes = jnp.bincount(chosen.reshape(-1), length=count).astype(jnp.int32)
+        rows = x[order // k]
+        gate, up = jnp.split(lax.ragged_dot(rows, gate_up.swapaxes(1, 2), sizes), 2, axis=-1)
+        made = lax.ragged_dot(jax.nn.silu(gate) * up, down.swapaxes(1, 2), sizes)
+        scaled = made * weights.reshape(-1)[order, None]
+        return jnp.zeros((tokens, hidden)).at[order // k].add(scaled)
+
+    def exact(x, chosen, weights, gate_up, down):
+        used = np.unique(chosen)
+        place = np.searchsorted(used, chosen)
+        wide = [a.astype(np.float64) for a in (x, weights, gate_up[used], down[used])]
+        return moe_oracle.expert_mlp(wide[0], place, *wide[1:])
+
+    return Case(
+        name=f"expert_mlp T={tokens}", bytes=unique * 3 * hidden * inner * 2, make=make,
+        exact=exact if tokens <= 8 else None,
+        forms={form: run(form) for form in BOTH} | {"ragged_dot": ragged},
+    )
+
+
+def law(batch: int, width: int) -> Case:
+    """The processed distribution under top-k and top-p; a full sort is the peer."""
+    sampling = SamplingArrays.of(
+        [SamplingParams(temperature=0.7, top_k=20, top_p=0.95)] * batch, PUBLIC
+    )
+
+    def make(key):
+        return (normal(key, (batch, width, PUBLIC), jnp.float32, 3.0),)
+
+    return Case(
+        name=f"target_distribution B={batch} W={width}", make=make,
+        bytes=2 * batch * width * PUBLIC * 4,
+        forms={
+            "xla": lambda logits: target_distribution(logits, sampling).weights,
+            "lax.sort": lambda logits: lax.sort(logits),
+        },
+    )

@@ -1,0 +1,41 @@
+"""The op benchmark judges a form before it times it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from scripts import bench_ops
+from scripts.ops import catalogue
+from scripts.ops.case import Case
+
+KEY = jax.random.key(0)
+
+
+def double():
+    return Case(
+        name="double", bytes=1e9, make=lambda key: (jax.random.normal(key, (8,)),),
+        exact=lambda x: 2.0 * x.astype("float64"), tolerance=1e-6,
+        forms={"right": lambda x: x + x, "wrong": lambda x: x * 2.001,
+               "nan": lambda x: x * jnp.nan},
+    )
+
+
+def test_a_form_within_the_tolerance_is_timed(capsys):
+    assert bench_ops.report(double(), "right", 1e12)
+    line = capsys.readouterr().out
+    assert line.startswith("double, right: ") and "floor 1000.0 us" in line
+
+
+@pytest.mark.parametrize("form", ["wrong", "nan"])
+def test_a_form_beyond_it_is_reported_and_not_timed(form, capsys, monkeypatch):
+    monkeypatch.setattr(Case, "time", lambda *args: pytest.fail("timed"))
+    assert not bench_ops.report(double(), form, 1e12)
+    assert f"double, {form}: FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", [
+    catalogue.verify(1, 8, chain=True), catalogue.verify(1, 6, chain=False),
+    catalogue.ring(1, 2, 64), catalogue.paged(1, 2, 64),
+], ids=lambda case: case.name)
+def test_cases_agree_with_their_oracle(case):
+    case.check("xla", KEY)
