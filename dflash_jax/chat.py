@@ -20,6 +20,7 @@ from dflash_jax.steps import Models, Params
 from dflash_jax.weights import load_draft, load_target
 
 HELP = "/new forgets the conversation, /quit leaves; Ctrl-C ends an answer"
+CONTEXT = 2048
 SLOTS = 4  # the conversation's, and three for checkpoints
 BAR = 30
 
@@ -34,7 +35,8 @@ def add_command(commands) -> None:
     add("--system", help="text of a system message")
     add("--draft-tokens", type=int, metavar="K", help="proposals a round")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="tokens of an answer, at most")
-    add("--max-context", type=int, default=2048, metavar="N", help="positions of a conversation")
+    positions = f"positions of a conversation; default {CONTEXT}, or fewer if the models have fewer"
+    add("--max-context", type=int, metavar="N", help=positions)
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     for name, kind in (("temperature", float), ("top-k", int), ("top-p", float), ("seed", int)):
         add(f"--{name}", type=kind, help="of the sampler; default greedy")
@@ -61,6 +63,10 @@ def load_engine(arguments: argparse.Namespace) -> Engine:
     Raises:
       ValueError, OSError, NotImplementedError: a fault of the caller, or an unsupported model.
     """
+    if arguments.max_new_tokens < 1:
+        raise ValueError(
+            f"--max-new-tokens: expected at least 1, got {arguments.max_new_tokens}"
+        )
     folders = (arguments.target, arguments.draft)
     if arguments.target is None:
         if arguments.draft is not None:
@@ -75,7 +81,8 @@ def load_engine(arguments: argparse.Namespace) -> Engine:
     limit = min(model.max_positions for model in (target, draft) if model is not None)
     choices = RunConfig(
         draft_tokens=run_draft_tokens(draft, arguments.draft_tokens), batch=1, slots=SLOTS,
-        max_context=min(arguments.max_context, limit), dtypes=policy,
+        max_context=min(CONTEXT, limit) if arguments.max_context is None
+        else arguments.max_context, dtypes=policy,
     )
     return Engine(
         Models(target=target, draft=draft, run=choices),
@@ -118,16 +125,15 @@ class Chat:
 
     def _turn(self, line: str) -> None:
         tokenizer = self._engine.tokenizer
-        if self._options.raw:
-            messages, prompt = self._messages, [*self._ids, *tokenizer.encode(line)]
-        else:
-            messages = [*self._messages, {"role": "user", "content": line}]
-            prompt = messages
+        messages = self._messages
+        if not self._options.raw:
+            messages = [*messages, {"role": "user", "content": line}]
         try:
+            prompt = [*self._ids, *tokenizer.encode(line)] if self._options.raw else messages
             request = self._engine.submit(
                 prompt, max_new_tokens=self._options.max_new_tokens, sampling=self._sampling
             )
-        except ValueError as error:  # the conversation has become too long
+        except ValueError as error:  # too long by now, or no text that the tokenizer takes
             print(f"dflash-jax: {error}; /new starts over", file=sys.stderr)
             return
         self._answer(request)

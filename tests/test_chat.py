@@ -113,6 +113,8 @@ def test_the_bar_counts_the_tokens_read_and_is_gone_at_the_end():
     [
         (["--draft", "d"], "--draft: expected only with --target"),
         (["--target", "missing"], "tokenizer: expected missing/tokenizer.json"),
+        (["--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),
+        (["--max-context", "99999999"], "max_context: expected"),
     ],
 )
 def test_faults_of_the_caller_are_one_line_with_status_2(capsys, options, message):

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -172,8 +175,13 @@ def test_other_prompt_ids_are_value_errors(text):
             "tree_nodes: expected 0 or K + 2 = 9..32, got 8",
         ),
         (
-            ("--max-new-tokens", 5, "--draft", "d", "--draft-tree-paths", 9),
+            ("--max-new-tokens", 5, "--draft", "d", "--draft-tree-nodes", 12,
+             "--draft-tree-paths", 9),
             "tree_paths: expected 2..8, got 9",
+        ),
+        (
+            ("--max-new-tokens", 5, "--draft", "d", "--draft-tree-paths", 4),
+            "--draft-tree-paths: expected only with --draft-tree-nodes",
         ),
     ],
 )
@@ -183,6 +191,31 @@ def test_faults_are_one_line_and_status_2(calls, prompt_file, capsys, options, m
     assert out == "" and "generate" not in calls
     assert err.startswith("dflash-jax: error: ") and err.count("\n") == 1
     assert message in err
+
+
+def test_an_interrupt_is_one_line_and_status_130(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_run", lambda argv: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert cli.main(["generate"]) == 130
+    assert capsys.readouterr().err == "dflash-jax: interrupted\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_output_that_cannot_be_shown_or_read_ends_without_a_traceback(encoding):
+    """Text the encoding lacks is escaped; a reader that has gone is status 1."""
+    code = (
+        "import sys; from dflash_jax import cli\n"
+        "cli._run = lambda argv: [print('\\u2713' * 999, flush=True) for _ in range(999)] and 0\n"
+        "sys.exit(cli.main([]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+    )
+    first = process.stdout.readline().decode(encoding)
+    process.stdout.close()
+    assert first.startswith("\\u2713" if encoding == "ascii" else "\u2713")
+    assert process.wait() == 1 and process.stderr.read() == b""
+    process.stderr.close()
 
 
 def test_missing_files_are_one_line_and_status_2(tmp_path, capsys):
@@ -199,7 +232,8 @@ def test_missing_files_are_one_line_and_status_2(tmp_path, capsys):
         (("--prompt", "a", "--prompt-ids", "f"), "not allowed with"),
         (("--prompt", "a", "--max-new-tokens", "x"), "invalid int value"),
         (("--prompt", "a", "--dtype", "int4"), "invalid choice"),
-        (("--prompt", "a", "--draft-tree-nodes", "wide"), "invalid _tree_nodes value: 'wide'"),
+        (("--prompt", "a", "--draft-tree-nodes", "wide"), "expected auto, or numbers"),
+        (("--prompt", "a", "--draft-tree-nodes", "12,"), "expected auto, or numbers"),
         (("--prompt", "a", "--unknown"), "--unknown"),
     ],
 )

@@ -8,9 +8,11 @@ caller's fault is one line on standard error and exit status 2.
 import argparse
 import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -88,7 +90,25 @@ class Job:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status: 2 a caller's fault, 1 a faulty row."""
+    """Runs the command line; returns the exit status: 2 a caller's fault, 1 a faulty row.
+
+    130 after an interrupt from the keyboard, 1 when nobody reads the output any more. Text that the
+    output's encoding lacks appears as escapes.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Python flushes once more at its end: into nothing, then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.command == "chat":
@@ -294,7 +314,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _tree_nodes(text: str) -> tuple[int, ...] | str:
-    return text if text == "auto" else tuple(int(nodes) for nodes in text.split(","))
+    parts = text.split(",")
+    if text != "auto" and not all(_NUMBER.fullmatch(part) for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"expected auto, or numbers separated by commas, got {text!r}"
+        )
+    return text if text == "auto" else tuple(map(int, parts))
 
 
 def _encode(tokenizer: TextTokenizer, prompt: str, raw: bool) -> list[int]:
@@ -311,6 +336,8 @@ def _models(
     limit = min(model.max_positions for model in (target, draft) if model is not None)
     context = arguments.max_context
     paths = arguments.draft_tree_paths
+    if paths is not None and arguments.draft_tree_nodes is None:
+        raise ValueError("--draft-tree-paths: expected only with --draft-tree-nodes")
     run = RunConfig(
         draft_tokens=run_draft_tokens(draft, arguments.draft_tokens),
         batch=batch,

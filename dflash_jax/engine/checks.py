@@ -4,12 +4,15 @@ from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.engine.request import Request
 from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
 from dflash_jax.steps.init import abstract_params
+
+MAX_OFFSET = 1 << 30  # of rotation positions: their sums stay within int32
 
 
 def check_prompts(
@@ -79,6 +82,16 @@ def check_request(models: Models, request: Request) -> None:
 
 def _check_embeddings(models: Models, request: Request) -> None:
     given, tokens = request.embeddings, len(request.prompt)
+    kinds = {"rows": jnp.floating, "index": jnp.integer, "positions": jnp.integer}
+    for name, kind in kinds.items():
+        dtype = getattr(getattr(given, name), "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, kind):
+            got = type(getattr(given, name)).__name__ if dtype is None else dtype
+            raise ValueError(f"embeddings.{name}: expected a {kind.__name__} array, got {got}")
+    if not is_integer(given.rope_delta) or not -MAX_OFFSET < given.rope_delta < MAX_OFFSET:
+        raise ValueError(
+            f"embeddings.rope_delta: expected an integer within 2^30, got {given.rope_delta!r}"
+        )
     rows, index = np.shape(given.rows), np.asarray(given.index)
     if len(rows) != 2 or rows[1] != models.target.hidden or rows[0] != index.size:
         expected = f"[{index.size}, {models.target.hidden}]"
@@ -91,6 +104,11 @@ def _check_embeddings(models: Models, request: Request) -> None:
     if np.shape(given.positions) != (tokens, 3):
         got = list(np.shape(given.positions))
         raise ValueError(f"embeddings.positions: expected [{tokens}, 3], got {got}")
+    places = np.asarray(given.positions)
+    if places.size and not (0 <= places.min() and places.max() < MAX_OFFSET):
+        raise ValueError(
+            f"embeddings.positions: expected 0..2^30, got {places.min()}..{places.max()}"
+        )
 
 
 def check_params(models: Models, params: Params) -> None:

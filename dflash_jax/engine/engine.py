@@ -18,7 +18,7 @@ from dflash_jax.engine.lanes import Lanes
 from dflash_jax.engine.pages import CapacityError
 from dflash_jax.engine.placement import Waiting, positions_of
 from dflash_jax.engine.pools import Pools
-from dflash_jax.engine.prompts import Prompt, plain_ids, prompt_ids
+from dflash_jax.engine.prompts import Prompt, plain_ids, plain_stops, prompt_ids
 from dflash_jax.engine.request import (
     Embeddings,
     FinishReason,
@@ -128,14 +128,12 @@ class Engine:
           CapacityError: it would never fit the pools, or ``wait`` is False and it does not fit now.
         """
         ids = prompt_ids(prompt, self.tokenizer)
-        stop_strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         request = Request(
             row=next(self._numbers),
             prompt=ids,
             max_new_tokens=max_new_tokens,
             eos_ids=self._eos_ids if eos_ids is None else frozenset(plain_ids(eos_ids)),
-            stop_sequences=tuple(map(plain_ids, stop_sequences)),
-            stop_strings=stop_strings,
+            **plain_stops({"stop_strings": stop_strings, "stop_sequences": stop_sequences}),
             decode=None if self.tokenizer is None else self.tokenizer.decode,
             sampling=sampling,
             embeddings=embeddings,
@@ -151,16 +149,17 @@ class Engine:
     def generate(self, prompts: Sequence[Prompt], **options) -> list[Output]:
         """Runs prompts to their end, with the options of `submit`; other requests go on too.
 
-        If one of them cannot be run, all of them are cancelled.
+        If anything is raised meanwhile, all of them are cancelled.
         """
         requests = []
         try:
             for prompt in prompts:
                 requests.append(self.submit(prompt, **options))
             return [self.wait_for(request) for request in requests]
-        finally:
+        except BaseException:
             for request in requests:
-                self.cancel(request)
+                self._withdraw(request)
+            raise
 
     def wait_for(self, request: Request) -> Output:
         """Steps until a request has ended.
@@ -173,7 +172,10 @@ class Engine:
         return request.output()
 
     def stream(self, request: Request) -> Iterator[Piece]:
-        """What a request publishes, as it comes, from its beginning. Closing it early cancels."""
+        """What a request publishes, as it comes, from its beginning.
+
+        Closing it after it has begun cancels the request; what `step` raises does not.
+        """
         shown = 0
         try:
             while True:
@@ -183,8 +185,9 @@ class Engine:
                 if request.finish_reason is not None:
                     return
                 self._advance(request)
-        finally:
+        except GeneratorExit:
             self.cancel(request)
+            raise
 
     async def astream(self, request: Request) -> AsyncIterator[Piece]:
         """`stream` for asyncio: other tasks run between rounds and may stream other requests."""
@@ -198,15 +201,24 @@ class Engine:
                     return
                 self._advance(request)
                 await asyncio.sleep(0)
-        finally:
+        except (GeneratorExit, asyncio.CancelledError):
             self.cancel(request)
+            raise
 
     def cancel(self, request: Request) -> None:
-        """Ends a request where it stands; what it has published stays. Nothing if it has ended."""
+        """Ends a request where it stands; what it has published stays. Nothing if it has ended.
+
+        Raises:
+          ValueError: it is no request of this engine.
+          what a callback raises while earlier rounds are published; the request has ended then.
+        """
+        if request.finish_reason is None and not self._schedule.knows(request):
+            raise ValueError(f"request: expected one of this engine, got number {request.row}")
         self._recover()
-        self._schedule.settle()  # what the device has done is published
-        request.end(FinishReason.CANCELLED)
-        self._schedule.withdraw(request)
+        try:
+            self._schedule.settle()  # what the device has done is published
+        finally:
+            self._withdraw(request)
 
     def step(self) -> bool:
         """Admits what fits, reads a chunk of every unread prompt, and runs a round of the rest.
@@ -265,7 +277,7 @@ class Engine:
           CapacityError: as `submit`.
         """
         self._check_there(image)
-        request = image.origin.continued(next(self._numbers), **changes)
+        request = image.origin.continued(next(self._numbers), **plain_stops(changes))
         if (request.prompt, request.tokens) != (image.origin.prompt, image.origin.tokens):
             raise ValueError("changes: expected the image's own prompt and tokens, got others")
         check_request(self.models, request)
@@ -300,8 +312,15 @@ class Engine:
             raise ValueError(f"sampling: expected {count} entries, at least 1, got {len(controls)}")
         image = self._schedule.capture(self._row(request), temporary=True)
         image.users += 1  # until all have been entered
+        made = []
         try:
-            return [self.restore(image, sampling=one, **changes) for one in controls]
+            for one in controls:
+                made.append(self.restore(image, sampling=one, **changes))
+            return made
+        except BaseException:
+            for copy in made:
+                self._withdraw(copy)
+            raise
         finally:
             self._store.leave(image)
 
@@ -404,9 +423,17 @@ class Engine:
                              f"{'waits' if request.finish_reason is None else 'has ended'}")
         return row
 
+    def _withdraw(self, request: Request) -> None:
+        try:
+            request.end(FinishReason.CANCELLED)
+        finally:
+            self._schedule.withdraw(request)
+
     def _check_there(self, image: StateImage) -> None:
         if image.dropped:
             raise ValueError("image: expected one that is kept, got one that has been dropped")
+        if image not in self._store:
+            raise ValueError("image: expected one of this engine, got another's")
 
     @functools.cached_property
     def _identity(self) -> dict:

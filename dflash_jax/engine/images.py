@@ -76,6 +76,9 @@ class ImageStore:
     def __iter__(self):
         return iter(tuple(self._images))
 
+    def __contains__(self, image: StateImage) -> bool:
+        return any(image is own for own in self._images)
+
     def __len__(self) -> int:
         return len(self._images)
 

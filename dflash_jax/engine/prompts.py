@@ -24,3 +24,14 @@ def prompt_ids(prompt: Prompt, tokenizer: TextTokenizer | None) -> tuple[int, ..
 def plain_ids(ids: Iterable) -> tuple:
     """The same with NumPy integers as Python's; what is no integer stays, to be refused by name."""
     return tuple(int(token) if is_integer(token) else token for token in ids)
+
+
+def plain_stops(options: dict) -> dict:
+    """The same options, with stop strings and sequences as the tuples that a request holds."""
+    options = dict(options)
+    if "stop_strings" in options:
+        given = options["stop_strings"]
+        options["stop_strings"] = (given,) if isinstance(given, str) else tuple(given)
+    if "stop_sequences" in options:
+        options["stop_sequences"] = tuple(map(plain_ids, options["stop_sequences"]))
+    return options

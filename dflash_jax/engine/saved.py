@@ -1,8 +1,8 @@
 """A conversation's state image on disk: ``image.safetensors`` and ``image.json``.
 
 The JSON file holds the ids, the request as it stood, and what the state depends on: format, models,
-dtypes, page size and weights. It is written last and names the digest of the other file, so a
-folder that was written halfway is never loaded.
+dtypes, page size and weights. It comes last and holds the digest of both, so a folder that was
+written halfway or changed is never loaded.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from dflash_jax.config.folder import read_json
+from dflash_jax.config.folder import read_json, write_text
 from dflash_jax.engine.lanes import Replica
 from dflash_jax.engine.request import Embeddings, Piece, Request
 from dflash_jax.sampling.params import SamplingParams
@@ -56,10 +56,8 @@ def identity(models: Models, weights: str) -> dict:
 
 
 def save_image(folder, saved: Saved, identity: dict) -> None:
-    """Writes a folder."""
+    """Writes a folder; an image that it holds stays until the new one is whole."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / HEADER).unlink(missing_ok=True)
     tensors = {f"state/{name}": leaf for name, leaf in _leaves(saved.replica)}
     origin = saved.origin
     if origin.embeddings is not None:
@@ -69,25 +67,41 @@ def save_image(folder, saved: Saved, identity: dict) -> None:
             for name in _EMBEDDINGS
         }
     content = save(tensors)
-    (folder / TENSORS).write_bytes(content)
-    header = {
-        "identity": identity,
-        "digest": hashlib.sha256(content).hexdigest(),
-        "tokens": list(saved.tokens),
-        "request": {
-            "row": origin.row,
-            "prompt": list(origin.prompt),
-            "max_new_tokens": origin.max_new_tokens,
-            "eos_ids": sorted(origin.eos_ids),
-            "stop_sequences": [list(sequence) for sequence in origin.stop_sequences],
-            "stop_strings": list(origin.stop_strings),
-            "sampling": dataclasses.asdict(origin.sampling),
-            "tokens": list(origin.tokens),
-            "text": origin.text,
-            "rope_delta": origin.embeddings and origin.embeddings.rope_delta,
-        },
+    header = {"tokens": list(saved.tokens), "request": _plain_request(origin)}
+    header = json.loads(json.dumps(header, default=lambda number: number.item()))
+    header |= {"identity": identity, "digest": _digest(content, header)}
+    text = json.dumps(header, indent=1) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{TENSORS}.partial"
+    try:
+        partial.write_bytes(content)
+        partial.replace(folder / TENSORS)
+    finally:
+        partial.unlink(missing_ok=True)
+    write_text(folder / HEADER, text)
+
+
+def _plain_request(origin: Request) -> dict:
+    sampling = dataclasses.asdict(origin.sampling)
+    sampling["logit_bias"] = {int(token): b for token, b in origin.sampling.logit_bias.items()}
+    return {
+        "row": origin.row,
+        "prompt": list(origin.prompt),
+        "max_new_tokens": origin.max_new_tokens,
+        "eos_ids": sorted(int(token) for token in origin.eos_ids),
+        "stop_sequences": [list(sequence) for sequence in origin.stop_sequences],
+        "stop_strings": list(origin.stop_strings),
+        "sampling": sampling,
+        "tokens": list(origin.tokens),
+        "text": origin.text,
+        "rope_delta": origin.embeddings and origin.embeddings.rope_delta,
     }
-    (folder / HEADER).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
+
+
+def _digest(content: bytes, header: dict) -> str:
+    """SHA-256 of the tensors' file, the ids and the request."""
+    stated = {name: header.get(name) for name in ("tokens", "request")}
+    return hashlib.sha256(content + json.dumps(stated, sort_keys=True).encode()).hexdigest()
 
 
 def load_image(folder, identity: dict, like: Callable[[int], Replica], decode) -> Saved:
@@ -103,15 +117,19 @@ def load_image(folder, identity: dict, like: Callable[[int], Replica], decode) -
     """
     folder = Path(folder)
     header = read_json(folder / HEADER)
-    stated = header.get("identity", {})
+    stated = header.get("identity") if isinstance(header, dict) else None
+    if not isinstance(stated, dict):
+        raise ValueError(f"{HEADER}: identity: expected an object, got {_short(stated)}")
     for name, expected in identity.items():
         if stated.get(name) != expected:
             raise ValueError(
                 f"{HEADER}: {name}: expected {_short(expected)}, got {_short(stated.get(name))}"
             )
+    if not (folder / TENSORS).is_file():
+        raise ValueError(f"{TENSORS}: expected a file beside {HEADER}, got none")
     content = (folder / TENSORS).read_bytes()
-    if hashlib.sha256(content).hexdigest() != header.get("digest"):
-        raise ValueError(f"{TENSORS}: expected the digest in {HEADER}, got another")
+    if _digest(content, header) != header.get("digest"):
+        raise ValueError(f"{TENSORS}, {HEADER}: expected the digest in {HEADER}, got another")
     try:
         tensors = load(content)
     except SafetensorError as error:

@@ -60,6 +60,8 @@ class Flight:
     rows: dict[int, Row]
     nodes: int
     since: float
+    # Lanes whose preview has raised once; a second time ends the request.
+    failed: set[int] = dataclasses.field(default_factory=set)
 
 
 class Scheduler:
@@ -105,8 +107,23 @@ class Scheduler:
         pages = self._pools.pages_of(positions_of(waiting.request))
         return self._pools.shortage(1, pages) or "lanes: need 1, have 0"
 
+    def knows(self, request: Request) -> bool:
+        """Whether a request runs or waits here."""
+        waiting = (item.request for item in self.waiting)
+        return self.row_of(request) is not None or any(own is request for own in waiting)
+
     def withdraw(self, request: Request) -> None:
-        """Releases what an ended request has, or takes it from the queue."""
+        """Releases what an ended request has, or takes it from the queue.
+
+        Outputs of it that have been committed but not entered are dropped, and nobody is called
+        about it any more.
+        """
+        self._entered, self._shown = (
+            collections.deque(e for e in queue if e.row.request is not request)
+            for queue in (self._entered, self._shown)
+        )
+        if self._pending is not None:
+            self._pending = [e for e in self._pending if e.row.request is not request]
         for waiting in tuple(self.waiting):
             if waiting.request is request:
                 self.waiting.remove(waiting)
@@ -273,7 +290,7 @@ class Scheduler:
         if self._flight is None:
             return False
         flight, result = self._flight, self._lanes.result()
-        entries, tokens = [], 0
+        entries, tokens, raised = [], 0, None
         for lane, row in flight.rows.items():
             if self.rows.get(lane) is not row:
                 continue  # it has ended since the round began: N = 0
@@ -283,7 +300,16 @@ class Scheduler:
                     tokens=(), reason=FinishReason.FAULT, text="", watch=row.request.watch
                 )
             else:
-                decision = preview(row.request, result.outputs[lane], licensed)
+                try:
+                    decision = preview(row.request, result.outputs[lane], licensed)
+                except Exception as error:
+                    if lane not in flight.failed:
+                        flight.failed.add(lane)
+                        raise
+                    raised = error
+                    decision = Decision(
+                        tokens=(), reason=FinishReason.FAULT, text="", watch=row.request.watch
+                    )
             counts = (result.proposals[lane], licensed - 1, result.columns[lane])
             entries.append(Entry(row=row, decision=decision, round=counts))
             tokens += licensed
@@ -292,6 +318,8 @@ class Scheduler:
         seconds = time.perf_counter() - flight.since
         self._widths.learn(len(flight.rows), flight.nodes, tokens, seconds)
         self.settle()
+        if raised is not None:
+            raise raised
         return True
 
     def _start_round(self) -> None:

@@ -435,8 +435,8 @@ def test_other_weights_and_models_are_refused_by_name(saved):
         (lambda header: header["identity"].update(page_size=64), "page_size: expected 16, got 64"),
         (lambda header: header["identity"]["dtypes"].update(param="bfloat16"), "dtypes: expected"),
         (lambda header: header["identity"]["target"].update(hidden=65), "target: expected"),
-        (lambda header: header.update(digest="0"), "image.safetensors: expected the digest"),
-        (lambda header: header["tokens"].extend(range(16)), "state/pages/target/0/key: expected"),
+        (lambda header: header.update(digest="0"), "expected the digest"),
+        (lambda header: header["tokens"].extend(range(16)), "expected the digest"),
     ],
 )
 def test_a_folder_of_another_kind_is_refused_by_name(saved, tmp_path, change, message):
@@ -455,5 +455,5 @@ def test_a_folder_written_halfway_is_never_loaded(saved, tmp_path):
         scenes.engine().load(tmp_path)
     (tmp_path / "image.json").write_bytes((saved / "image.json").read_bytes())
     (tmp_path / "image.safetensors").write_bytes(content[:-8])
-    with pytest.raises(ValueError, match="image.safetensors: expected the digest"):
+    with pytest.raises(ValueError, match="image.safetensors, image.json: expected the digest"):
         scenes.engine().load(tmp_path)

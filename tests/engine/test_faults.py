@@ -1,0 +1,223 @@
+"""What callers, tokenizers and files may do wrong costs the others nothing and is never silent."""
+
+import contextlib
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from dflash_jax.engine.request import Embeddings, FinishReason
+from dflash_jax.sampling.params import SamplingParams
+from tests.engine import scenes
+
+PROMPTS = scenes.prompts()
+HIDDEN = scenes.pair()[0].target.hidden
+
+
+def run(engine, request, tokens):
+    """Steps until a request has said so much."""
+    while len(request.tokens) < tokens:
+        engine.step()
+    return request
+
+
+def alone(prompt, tokens):
+    engine = scenes.engine()
+    return engine.wait_for(engine.submit(prompt, max_new_tokens=tokens)).tokens
+
+
+def supplied(**changes):
+    length = len(PROMPTS[0])
+    fields = dict(rows=np.zeros((1, HIDDEN), np.float32), index=np.array([1]),
+                  positions=np.zeros((length, 3), np.int32), rope_delta=0)
+    return Embeddings(**(fields | changes))
+
+
+@pytest.mark.parametrize("changes, name", [
+    ({"rope_delta": None}, "rope_delta"),
+    ({"rope_delta": 2**40}, "rope_delta"),
+    ({"rows": [[0.0] * HIDDEN]}, "rows"),
+    ({"rows": np.full((1, HIDDEN), "x")}, "rows"),
+    ({"index": np.array([1.0])}, "index"),
+    ({"positions": np.full((len(PROMPTS[0]), 3), -1)}, "positions"),
+])
+def test_embeddings_that_cannot_run_are_refused_at_submission(changes, name):
+    engine = scenes.engine()
+    with pytest.raises(ValueError, match=f"embeddings.{name}: expected"):
+        engine.submit(PROMPTS[0], max_new_tokens=3, embeddings=supplied(**changes))
+    assert engine.idle
+
+
+class Moody(scenes.Letters):
+    """Cannot decode one id, once it has been told so."""
+
+    broken = False
+
+    def decode(self, ids):
+        if self.broken and 77 in ids:
+            raise RuntimeError("no text for 77")
+        return super().decode(ids)
+
+
+def test_a_tokenizer_that_keeps_failing_ends_the_request_it_fails_on():
+    moody = Moody()
+    engine = scenes.Engine(*scenes.pair(), tokenizer=moody)
+    odd = engine.submit(PROMPTS[0], max_new_tokens=20)
+    run(engine, odd, 2)
+    odd.decode = moody.decode
+    others = [engine.submit(prompt, max_new_tokens=12) for prompt in PROMPTS[1:3]]
+    for other in others:
+        other.decode = None
+        other.watch = dataclasses.replace(other.watch, decode=None)
+    moody.broken, raised = True, 0
+    for _ in range(60):
+        try:
+            if not engine.step():
+                break
+        except RuntimeError:
+            raised += 1
+    assert raised and odd.finish_reason is FinishReason.FAULT
+    for prompt, other in zip(PROMPTS[1:3], others, strict=True):
+        assert tuple(other.tokens) == alone(prompt, 12)
+
+
+@pytest.mark.parametrize("way", ["restore", "fork"])
+def test_changed_stops_of_a_copy_are_in_force(way):
+    engine = scenes.engine()
+    request = run(engine, engine.submit(PROMPTS[0], max_new_tokens=20), 1)
+    image = engine.checkpoint(request)
+    whole = alone(PROMPTS[0], 20)
+    # The first token that has not come before.
+    start = next(i for i in range(len(request.tokens), 20) if whole[i] not in whole[:i])
+    changes = {"stop_sequences": [list(whole[start - 1 : start + 1])]}
+    copy = (
+        engine.restore(image, **changes) if way == "restore" else engine.fork(request, **changes)[0]
+    )
+    output = engine.wait_for(copy)
+    assert output.finish_reason is FinishReason.STOP
+    assert output.tokens == whole[: start + 1]
+    string = scenes.Letters().decode(whole[start : start + 1])
+    text = engine.wait_for(engine.restore(image, stop_strings=string)).text
+    assert text == scenes.Letters().decode(whole[:start])
+    with pytest.raises(ValueError, match="stop_strings, stop_sequences: expected none"):
+        engine.restore(image, stop_sequences=[list(image.origin.tokens[:1])])
+
+
+@pytest.mark.parametrize("options", [
+    {"count": 3, "wait": False},
+    {"count": 2, "sampling": [SamplingParams(), SamplingParams(logit_bias={9999: 1.0})]},
+])
+def test_a_fork_that_cannot_be_made_whole_is_not_made(options):
+    engine = scenes.engine(checkpoints=())
+    request = run(engine, engine.submit(PROMPTS[0], max_new_tokens=12), 1)
+    with pytest.raises((ValueError, RuntimeError)):
+        engine.fork(request, **options)
+    assert engine.wait_for(request).tokens == alone(PROMPTS[0], 12)
+    assert engine.idle
+
+
+def test_a_request_is_cancelled_although_the_callback_of_another_raises():
+    engine, armed = scenes.engine(checkpoints=()), [False]
+
+    def bad(number, tokens):
+        if armed[0]:
+            raise KeyError(number)
+
+    first = engine.submit(PROMPTS[0], max_new_tokens=30)
+    others = [engine.submit(PROMPTS[i], max_new_tokens=30, on_tokens=bad) for i in (1, 2)]
+    run(engine, others[1], 2)
+    armed[0] = True
+    with pytest.raises(KeyError):
+        while True:
+            engine.step()
+    with contextlib.suppress(KeyError):  # there may be more to tell the others
+        engine.cancel(first)
+    assert first.finish_reason is FinishReason.CANCELLED
+    armed[0] = False
+    assert engine.wait_for(others[0]).tokens == alone(PROMPTS[1], 30)
+
+
+def test_generate_leaves_nothing_running_when_a_callback_raises():
+    engine, calls = scenes.engine(checkpoints=()), []
+
+    def bad(number, tokens):
+        calls.append(number)
+        if len(calls) > 3:
+            raise KeyError(number)
+
+    with pytest.raises(KeyError):
+        engine.generate([PROMPTS[0]] * 3, max_new_tokens=30, on_tokens=bad)
+    while engine.step():
+        pass
+    assert engine.idle
+
+
+def test_what_another_requests_callback_raises_does_not_end_a_stream():
+    engine = scenes.engine()
+
+    def bad(number, tokens):
+        if len(other.tokens) > 3:
+            raise KeyError("another's")
+
+    other = engine.submit(PROMPTS[0], max_new_tokens=10, on_tokens=bad)
+    request = engine.submit(PROMPTS[1], max_new_tokens=20)
+    with pytest.raises(KeyError):
+        for _ in engine.stream(request):
+            pass
+    assert request.finish_reason is None
+    other.on_tokens = None
+    assert engine.wait_for(request).tokens == alone(PROMPTS[1], 20)
+
+
+def saved(folder, prompt=PROMPTS[0], tokens=20):
+    engine = scenes.engine()
+    request = run(engine, engine.submit(prompt, max_new_tokens=tokens), 1)
+    engine.save(engine.checkpoint(request), folder)
+    return engine
+
+
+def test_numpy_numbers_are_saved_and_a_failed_save_keeps_the_old_image(tmp_path, monkeypatch):
+    saved(tmp_path / "image", tokens=np.int64(20))
+    engine = scenes.engine()
+    image = engine.load(tmp_path / "image")
+    assert engine.wait_for(engine.restore(image)).tokens == alone(PROMPTS[0], 20)
+    monkeypatch.setattr("dflash_jax.engine.saved.save", lambda tensors: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        saved(tmp_path / "image", PROMPTS[1])
+    monkeypatch.undo()
+    assert scenes.engine().load(tmp_path / "image").tokens == image.tokens
+
+
+@pytest.mark.parametrize("field, value", [
+    ("tokens", "changed"), ("tokens", None), ("tokens", "x"), ("identity", None),
+    ("identity", []), ("request", None), ("request", "x"), ("request", "missing"),
+])
+def test_a_changed_header_is_refused(tmp_path, field, value):
+    engine = saved(tmp_path)
+    header = json.loads((tmp_path / "image.json").read_text())
+    if value == "missing":
+        del header[field]
+    else:
+        header[field] = [header[field][0] ^ 1, *header[field][1:]] if value == "changed" else value
+    (tmp_path / "image.json").write_text(json.dumps(header))
+    with pytest.raises(ValueError, match="image.json"):
+        engine.load(tmp_path)
+
+
+def test_a_missing_tensor_file_is_refused(tmp_path):
+    engine = saved(tmp_path)
+    (tmp_path / "image.safetensors").unlink()
+    with pytest.raises(ValueError, match="image.safetensors: expected a file"):
+        engine.load(tmp_path)
+
+
+def test_images_and_requests_of_another_engine_are_refused():
+    first, second = scenes.engine(), scenes.engine()
+    request = run(first, first.submit(PROMPTS[0], max_new_tokens=12), 1)
+    image = first.checkpoint(request)
+    with pytest.raises(ValueError, match="image: expected one of this engine"):
+        second.restore(image)
+    with pytest.raises(ValueError, match="request: expected one of this engine"):
+        second.cancel(request)
+    assert first.wait_for(request).tokens == alone(PROMPTS[0], 12)
