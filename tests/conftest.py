@@ -1,7 +1,15 @@
 """Settings every test runs under: CPU unless ``--gpu``, and no silent casts."""
 
+import gc
+from pathlib import Path
+
 import jax
 import pytest
+
+# Linux lets a process map 65530 regions; XLA's CPU programs take some dozens each, and a process
+# that has compiled thousands of them ends in a segmentation fault.
+MOST_REGIONS = 24_000
+REGIONS = Path("/proc/self/maps")
 
 # Mixed dtypes must be an error in a test: a silent promotion hides a missing, named rounding.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -23,6 +31,15 @@ def pytest_collection_modifyitems(config, items):
     if needs_gpu:
         config.hook.pytest_deselected(items=needs_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room_for_programs():
+    """Forgets compiled programs between modules when the process holds very many."""
+    yield
+    if REGIONS.exists() and REGIONS.read_bytes().count(b"\n") > MOST_REGIONS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
