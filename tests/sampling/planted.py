@@ -8,7 +8,7 @@ import types
 
 import jax.numpy as jnp
 
-from dflash_jax.draft import selector
+from dflash_jax.ops import candidate_selector
 from dflash_jax.ops.candidate_selector import conditional_walk
 from dflash_jax.sampling import distribution
 from dflash_jax.sampling.uniform import Purpose
@@ -29,7 +29,7 @@ def q_recomputed(monkeypatch):
         weights = jnp.exp((scores - scores.max(-1, keepdims=True)) / hotter)
         return walk.replace(q=weights / weights.sum(-1, keepdims=True))
 
-    for module in (table_target, selector):
+    for module in (table_target, candidate_selector):
         monkeypatch.setattr(module, "conditional_walk", walk_with_another_q)
 
 
