@@ -18,15 +18,15 @@ from pathlib import Path
 import jax
 import numpy as np
 
-import dflash_jax
+from dflash_jax.assets import tiny_pair_path
 from dflash_jax.config import DtypePolicy, RunConfig
 from dflash_jax.engine.generate import generate
 from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
+from dflash_jax.training.intervals import Interval, ratio, resamples
 from dflash_jax.weights import load_draft, load_target
 
-ASSETS = Path(dflash_jax.__file__).parent / "assets"
-RESAMPLES = 2000
+ASSETS = tiny_pair_path("target").parent
 
 
 def main() -> int:
@@ -89,13 +89,12 @@ def rounds_of(models: Models, params: Params, prompts, new_tokens: int, temperat
 
 def line(found, chain) -> str:
     """Tokens per round, and the ratio to the chain's, with intervals."""
-    rng = np.random.default_rng(0)
-    draws = rng.multinomial(len(found), np.full(len(found), 1 / len(found)), size=RESAMPLES)
+    draws = resamples(len(found), seed=0)
     share, base = ((draws @ x[:, 1]) / (draws @ x[:, 0]) for x in (found, chain))
-    value, usual = (x[:, 1].sum() / x[:, 0].sum() for x in (found, chain))
-    (low, high), (less, more) = (np.percentile(x, [2.5, 97.5]) for x in (share, share / base))
-    return (f"{value:.3f} [{low:.3f}, {high:.3f}] tokens per round, "
-            f"{value / usual:.3f}x [{less:.3f}, {more:.3f}] the chain's")
+    value, usual = (ratio(x[:, 1], x[:, 0], draws) for x in (found, chain))
+    low, high = np.percentile(share / base, [2.5, 97.5])
+    gain = Interval(value=value.value / usual.value, low=low, high=high)
+    return f"{value} tokens per round, {gain} times the chain's"
 
 
 if __name__ == "__main__":

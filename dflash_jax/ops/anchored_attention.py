@@ -6,6 +6,7 @@ from dflash_jax.ops.attention import (
     Partial,
     attend,
     block_visibility,
+    check_block,
     fold_heads,
     merge,
     normalise,
@@ -40,11 +41,7 @@ def anchored_attention(
     """
     rows, width, heads, dim = query.shape
     sequences, tokens, kv_heads, _ = key.shape
-    if heads % kv_heads or block_key.shape != (rows, width, kv_heads, dim):
-        raise ValueError(
-            f"block_key: expected {(rows, width, kv_heads, dim)} with {heads} query heads a "
-            f"multiple of {kv_heads}, got {block_key.shape}"
-        )
+    check_block(query, block_key, kv_heads)
     if rows % sequences:
         raise ValueError(f"query: expected a multiple of {sequences} blocks, got {rows}")
     columns, context = jnp.arange(width), jnp.arange(tokens)

@@ -23,6 +23,16 @@ class Partial:
     values: jnp.ndarray
 
 
+def check_block(query, block_key, kv_heads: int) -> None:
+    """Raises ValueError unless keys [B, W, Hkv, D] go with queries [B, W, Hq, D]."""
+    batch, width, heads, dim = query.shape
+    if heads % kv_heads or block_key.shape != (batch, width, kv_heads, dim):
+        raise ValueError(
+            f"block_key: expected {(batch, width, kv_heads, dim)} with {heads} query heads a "
+            f"multiple of {kv_heads}, got {block_key.shape}"
+        )
+
+
 def fold_heads(query, kv_heads: int):
     """[B, W, Hq, D] -> [B, Hkv, G*W, D]: the G query heads that read one KV head become rows."""
     batch, width, heads, dim = query.shape

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from dflash_jax.ops.dispatch import choose
+from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.pallas import candidate_selector as kernel
 
 
@@ -115,19 +115,14 @@ def select(
     Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 5.9.
     """
-    form = choose(implementation, gpu="xla", other="xla")
+    sizes = candidates.shape[2], predecessor.shape[1]
+    lacking = None if kernel.supports(*sizes) else (
+        f"powers of two, got {sizes[0]} candidates, rank {sizes[1]}"
+    )
+    form = choose_form("candidate_selector", implementation, lacking)
     if form == "xla":
         edges = edge_scores(unary, candidates, anchor, query, predecessor, successor)
         return conditional_walk(edges, candidates, temperature, uniforms)
-    if form not in ("pallas", "interpret"):
-        raise ValueError(
-            f"implementation: expected auto, xla, pallas or interpret, got {implementation!r}"
-        )
-    if not kernel.supports(candidates.shape[2], predecessor.shape[1]):
-        raise NotImplementedError(
-            f"candidate_selector: the kernel takes powers of two, got {candidates.shape[2]} "
-            f"candidates, rank {predecessor.shape[1]}"
-        )
     ranks, tokens, q = kernel.walk(
         unary, candidates, anchor, query, predecessor, successor, temperature, uniforms,
         interpret=form == "interpret",

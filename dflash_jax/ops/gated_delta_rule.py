@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dflash_jax.ops.dispatch import choose
+from dflash_jax.ops.dispatch import choose, choose_form
 from dflash_jax.ops.norm import l2norm
 from dflash_jax.pallas import gated_delta_rule as kernels
 
@@ -233,20 +233,11 @@ def _per_value_head(x, value_heads: int):
 
 
 def _choose(implementation: str, key, value) -> str:
-    """The form to run: "xla", "pallas" or "interpret"."""
     key_dim, value_dim = key.shape[-1], value.shape[-1]
-    fits = kernels.supports(key_dim, value_dim)
-    form = choose(implementation, gpu="pallas" if fits else "xla", other="xla")
-    if form not in ("xla", "pallas", "interpret"):
-        raise ValueError(
-            f"implementation: expected auto, xla, pallas or interpret, got {implementation!r}"
-        )
-    if form != "xla" and not fits:
-        raise NotImplementedError(
-            f"gated_delta_rule: the kernel takes power-of-two heads of at least 16, "
-            f"got key {key_dim}, value {value_dim}"
-        )
-    return form
+    lacking = None if kernels.supports(key_dim, value_dim) else (
+        f"power-of-two heads of at least 16, got key {key_dim}, value {value_dim}"
+    )
+    return choose_form("gated_delta_rule", implementation, lacking, auto_gpu="pallas")
 
 
 def _check(key, value, decay, recurrent) -> None:

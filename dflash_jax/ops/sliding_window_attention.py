@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from dflash_jax.ops.attention import (
     attend,
     block_visibility,
+    check_block,
     fold_heads,
     merge,
     normalise,
     unfold_heads,
 )
-from dflash_jax.ops.dispatch import choose
+from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.pallas import sliding_window_attention as kernel
 
 
@@ -45,11 +46,7 @@ def sliding_window_attention(
     """
     batch, width, heads, dim = query.shape
     slots, kv_heads, capacity, _ = ring_key.shape
-    if heads % kv_heads or block_key.shape != (batch, width, kv_heads, dim):
-        raise ValueError(
-            f"block_key: expected {(batch, width, kv_heads, dim)} with {heads} query heads a "
-            f"multiple of {kv_heads}, got {block_key.shape}"
-        )
+    check_block(query, block_key, kv_heads)
     folded = fold_heads(query, kv_heads)
     columns = jnp.arange(width)
     near = jnp.abs(columns[:, None] - columns[None, :]) < window
@@ -74,19 +71,11 @@ def sliding_window_attention(
 
 
 def _choose(implementation: str, width: int, capacity: int, dim: int) -> str:
-    """The form to run: "xla", "pallas" or "interpret"."""
-    form = choose(implementation, gpu="xla", other="xla")
-    if form not in ("xla", "pallas", "interpret"):
-        raise ValueError(
-            f"implementation: expected auto, xla, pallas or interpret, got {implementation!r}"
-        )
-    if form != "xla" and not kernel.supports(width, capacity, dim):
-        raise NotImplementedError(
-            f"sliding_window_attention: the kernel takes blocks of at most {kernel.MAX_WIDTH} "
-            f"columns, rings in multiples of 16 and power-of-two heads of at least 16, got width "
-            f"{width}, ring {capacity}, head_dim {dim}"
-        )
-    return form
+    lacking = None if kernel.supports(width, capacity, dim) else (
+        f"blocks of at most {kernel.MAX_WIDTH} columns, rings in multiples of 16 and power-of-two "
+        f"heads of at least 16, got width {width}, ring {capacity}, head_dim {dim}"
+    )
+    return choose_form("sliding_window_attention", implementation, lacking)
 
 
 def ring_positions(frontier, capacity: int):

@@ -6,12 +6,13 @@ from jax import lax
 from dflash_jax.ops.attention import (
     attend,
     block_visibility,
+    check_block,
     fold_heads,
     merge,
     normalise,
     unfold_heads,
 )
-from dflash_jax.ops.dispatch import choose
+from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.pallas import softmax_attention as kernel
 
 # A longer context is read in stretches, in a loop that ends with the longest row: at most this many
@@ -50,11 +51,7 @@ def softmax_attention(
     """
     batch, width, heads, dim = query.shape
     kv_heads, num_pages, page, _ = key_pages.shape
-    if heads % kv_heads or block_key.shape != (batch, width, kv_heads, dim):
-        raise ValueError(
-            f"block_key: expected {(batch, width, kv_heads, dim)} with {heads} query heads a "
-            f"multiple of {kv_heads}, got {block_key.shape}"
-        )
+    check_block(query, block_key, kv_heads)
     folded = fold_heads(query, kv_heads)
     alive = jnp.arange(width)[None, :] < live[:, None]
 
@@ -96,19 +93,11 @@ def softmax_attention(
 
 
 def _choose(implementation: str, width: int, page: int, dim: int) -> str:
-    """The form to run: "xla", "pallas" or "interpret"."""
-    form = choose(implementation, gpu="xla", other="xla")
-    if form not in ("xla", "pallas", "interpret"):
-        raise ValueError(
-            f"implementation: expected auto, xla, pallas or interpret, got {implementation!r}"
-        )
-    if form != "xla" and not kernel.supports(width, page, dim):
-        raise NotImplementedError(
-            f"softmax_attention: the kernel takes blocks of at most {kernel.MAX_WIDTH} columns and "
-            f"power-of-two pages and heads of at least 16, got width {width}, page {page}, "
-            f"head_dim {dim}"
-        )
-    return form
+    lacking = None if kernel.supports(width, page, dim) else (
+        f"blocks of at most {kernel.MAX_WIDTH} columns and power-of-two pages and heads of at "
+        f"least 16, got width {width}, page {page}, head_dim {dim}"
+    )
+    return choose_form("softmax_attention", implementation, lacking)
 
 
 def ancestor_mask(parent):

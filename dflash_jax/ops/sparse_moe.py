@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from dflash_jax.ops.dispatch import choose
+from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.pallas import sparse_moe as kernel
 
 # Up to here an expert multiplies all tokens, chosen or not: more products, but no sort by expert,
@@ -98,18 +98,11 @@ def expert_mlp(x, routing, gate_up, down, out_dtype, *, implementation="auto"):
 
 
 def _choose(implementation: str, tokens: int, hidden: int, inner: int) -> str:
-    """The form to run: "xla", "pallas" or "interpret"."""
-    form = choose(implementation, gpu="xla", other="xla")
-    if form not in ("xla", "pallas", "interpret"):
-        raise ValueError(
-            f"implementation: expected auto, xla, pallas or interpret, got {implementation!r}"
-        )
-    if form != "xla" and not kernel.supports(tokens, hidden, inner):
-        raise NotImplementedError(
-            f"sparse_moe: the kernel takes at most {kernel.MAX_TOKENS} tokens, and hidden and "
-            f"inner in multiples of 16, got {tokens} tokens, hidden {hidden}, inner {inner}"
-        )
-    return form
+    lacking = None if kernel.supports(tokens, hidden, inner) else (
+        f"at most {kernel.MAX_TOKENS} tokens, and hidden and inner in multiples of 16, got "
+        f"{tokens} tokens, hidden {hidden}, inner {inner}"
+    )
+    return choose_form("sparse_moe", implementation, lacking)
 
 
 def _all_tokens_of_active_experts(x, experts, gate_up, down):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from dflash_jax.ops.dispatch import choose
+from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.ops.linear import linear
 from dflash_jax.pallas import vocab as kernel
 
@@ -84,7 +84,8 @@ def top_k(scores, *, k, eligible, implementation="auto"):
       scores [..., k] fp32 and indices [..., k] int32.
     Source: contracts 5.8.
     """
-    form, count = _choose(implementation, k), scores.shape[-1]
+    lacking = None if kernel.supports(k) else f"at most {kernel.BLOCK} candidates, got {k}"
+    form, count = choose_form("linear_topk", implementation, lacking), scores.shape[-1]
     if form == "xla":
         scores = jnp.where(scores == 0, 0.0, scores)
         scores = jnp.where(jnp.arange(count) < eligible, scores, -jnp.inf)
@@ -132,20 +133,6 @@ def public_argmax(logits, public_rows):
     public = logits[..., :public_rows]
     finite = jnp.isfinite(jnp.max(public, axis=-1)) & ~jnp.isnan(public).any(axis=-1)
     return Argmax(index=_lowest_maximum(logits, public_rows), finite=finite)
-
-
-def _choose(implementation: str, k: int) -> str:
-    """The form to run: "xla", "pallas" or "interpret"."""
-    form = choose(implementation, gpu="xla", other="xla")
-    if form not in ("xla", "pallas", "interpret"):
-        raise ValueError(
-            f"implementation: expected auto, xla, pallas or interpret, got {implementation!r}"
-        )
-    if form != "xla" and not kernel.supports(k):
-        raise NotImplementedError(
-            f"linear_topk: the kernel keeps at most {kernel.BLOCK} candidates, got {k}"
-        )
-    return form
 
 
 def _lowest_maximum(logits, public_rows):

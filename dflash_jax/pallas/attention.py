@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, gpu_call
+from dflash_jax.pallas.common import WHOLE, dot, gpu_call
 
 MAX_WIDTH = 32
 _PROCESSORS = 132  # of an H200: programs that run at once
@@ -159,7 +159,7 @@ def _part_kernel(reader: Reader, tiles: Tiles, width: int, rows: int, scale: flo
 def _absorb(carry, queries, key, value, visible, seen, scale):
     """The running maximum, sum and values after some more keys."""
     top, total, values = carry
-    scores = _dot(queries, key.astype(queries.dtype).T) * scale
+    scores = dot(queries, key.astype(queries.dtype).T) * scale
     scores = jnp.where(visible, scores, -jnp.inf)
     higher = jnp.maximum(top, jnp.max(scores, axis=1))
     shift = jnp.where(higher > -jnp.inf, higher, 0.0)
@@ -170,7 +170,7 @@ def _absorb(carry, queries, key, value, visible, seen, scale):
     return (
         higher,
         total * shrink + jnp.sum(weights, axis=1),
-        values * shrink[:, None] + _dot(weights.astype(value.dtype), value),
+        values * shrink[:, None] + dot(weights.astype(value.dtype), value),
     )
 
 
@@ -193,11 +193,3 @@ def _join_kernel(parts: int):
         out[row, head, place, :] = mixed.astype(out.dtype)
 
     return kernel
-
-
-def _dot(left, right):
-    exact = left.dtype == jnp.float32
-    return lax.dot_general(
-        left, right, (((1,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST if exact else None, preferred_element_type=jnp.float32,
-    )

@@ -7,6 +7,8 @@ and warns at each lowering: that one warning is filtered here.
 
 import warnings
 
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -38,6 +40,15 @@ def gpu_call(
         interpret=interpret,
         name=name,
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+    )
+
+
+def dot(left, right):
+    """[m, k] times [k, n] summed in fp32; fp32 operands exactly, never in TF32."""
+    exact = left.dtype == jnp.float32
+    return lax.dot_general(
+        left, right, (((1,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST if exact else None, preferred_element_type=jnp.float32,
     )
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, gpu_call, load, store
+from dflash_jax.pallas.common import WHOLE, dot, gpu_call, load, store
 
 MAX_TOKENS = 128
 
@@ -101,7 +101,7 @@ def _gate_up_kernel(tiles: Tiles, rows: int, tokens: int, inner: int):
                     gate_up[expert, pl.ds(start + block * tiles.inner, tiles.inner), place]
                     for start in (0, inner)
                 )
-                return sums[0] + _dot(part, gate.T), sums[1] + _dot(part, up.T)
+                return sums[0] + dot(part, gate.T), sums[1] + dot(part, up.T)
 
             empty = jnp.zeros((rows, tiles.inner), jnp.float32)
             steps = x.shape[1] // tiles.hidden_step
@@ -126,7 +126,7 @@ def _down_kernel(tiles: Tiles, rows: int, tokens: int, k: int):
             def step(index, total):
                 place = pl.ds(index * tiles.inner_step, tiles.inner_step)
                 kernel_rows = pl.ds(block * tiles.hidden, tiles.hidden)
-                return total + _dot(mixed[choice, :, place], down[expert, kernel_rows, place].T)
+                return total + dot(mixed[choice, :, place], down[expert, kernel_rows, place].T)
 
             steps = mixed.shape[2] // tiles.inner_step
             empty = jnp.zeros((rows, tiles.hidden), jnp.float32)
@@ -160,11 +160,3 @@ def _is_first(experts, choice, expert):
 def _divisor(number: int, most: int) -> int:
     """The largest power of two that divides a number, at most `most`."""
     return min(most, number & -number)
-
-
-def _dot(left, right):
-    exact = left.dtype == jnp.float32
-    return lax.dot_general(
-        left, right, (((1,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST if exact else None, preferred_element_type=jnp.float32,
-    )
