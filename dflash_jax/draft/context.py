@@ -3,9 +3,10 @@
 import jax.numpy as jnp
 from flax import linen as nn
 
-from dflash_jax.config import DraftConfig, DraftKind, DtypePolicy
+from dflash_jax.config import DraftConfig, DraftKind, DtypePolicy, LayerKind
 from dflash_jax.layers import Linear, RMSNorm
-from dflash_jax.ops.context_kv_materialize import context_kv_materialize
+from dflash_jax.ops.context_kv_materialize import context_kv_materialize, store_context
+from dflash_jax.state.draft_context import DraftContext
 
 
 class ContextProjection(nn.Module):
@@ -17,6 +18,7 @@ class ContextProjection(nn.Module):
 
     config: DraftConfig
     dtypes: DtypePolicy
+    implementation: str = "auto"
 
     def setup(self):
         config, param = self.config, self.dtypes.param_dtype
@@ -32,15 +34,34 @@ class ContextProjection(nn.Module):
         dtype = self.dtypes.activation_dtype
         return self.norm(self.feature_projection(features, dtype)).astype(dtype)
 
+    def projected(self, features):
+        """[B, T, n_tap * H] -> [B, T, layers * 2 * Hkv * D] fp32, K and V of every layer."""
+        return self.key_value(self.conditioning(features), jnp.float32)
+
+    def store(self, features, context: DraftContext, slot, table, start, count) -> DraftContext:
+        """Appends features [B, T, n_tap * H] of positions start + j, j < count, to the context.
+
+        slot [B] and table [B, max_pages] say where each row's rings and pages are.
+        """
+        config = self.config
+        pairs = store_context(
+            self.projected(features), self.key_norm,
+            tuple((store.key, store.value) for store in context.stores(config)),
+            slot, table, start, count,
+            paged=tuple(kind != LayerKind.SLIDING for kind in config.layer_types),
+            eps=config.norm_eps, theta=config.rope_theta,
+            rounded=config.kind == DraftKind.DFLASH, implementation=self.implementation,
+        )
+        return context.with_stores(config, pairs)
+
     def __call__(self, features, positions):
         """[B, T, n_tap * H] at cache positions [B, T] -> per layer (key, value) rows.
 
         Each is [B, T, Hkv, D], as the rings and pages store it.
         """
         config = self.config
-        projected = self.key_value(self.conditioning(features), jnp.float32)
         return context_kv_materialize(
-            projected,
+            self.projected(features),
             self.key_norm,
             positions,
             kv_heads=config.kv_heads,

@@ -76,7 +76,7 @@ class DFlash(nn.Module):
 
     def setup(self):
         config, dtypes = self.config, self.dtypes
-        self.context = ContextProjection(config, dtypes)
+        self.context = ContextProjection(config, dtypes, self.implementation)
         self.layers = [
             DraftLayer(config, dtypes, layer, self.implementation)
             for layer in range(config.draft_layers)
@@ -95,6 +95,10 @@ class DFlash(nn.Module):
     def context_kv(self, features, positions):
         """[B, T, n_tap * H] at cache positions [B, T] -> per layer (key, value) rows to store."""
         return self.context(features, positions)
+
+    def store_context(self, features, context: DraftContext, slot, table, start, count):
+        """The `DraftContext` with features [B, T, n_tap * H] of positions start + j, j < count."""
+        return self.context.store(features, context, slot, table, start, count)
 
     def block_hidden(self, embedded, columns: DraftColumns, context: DraftContext) -> DraftOutput:
         """The block [B, W, H] over the context, which is read only."""

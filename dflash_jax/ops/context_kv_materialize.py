@@ -1,8 +1,13 @@
 """Context keys and values of every draft layer from one conditioning feature per position."""
 
+import jax.numpy as jnp
+
+from dflash_jax.ops.dispatch import choose_form
+from dflash_jax.ops.kv_write import write_pages, write_ring
 from dflash_jax.ops.norm import plain_rmsnorm
-from dflash_jax.ops.rope import rope_1d
+from dflash_jax.ops.rope import rope_1d, turn_fractions
 from dflash_jax.ops.rounding import round_to
+from dflash_jax.pallas import context_kv_materialize as kernel
 
 
 def context_kv_materialize(
@@ -44,3 +49,57 @@ def context_kv_materialize(
         return key, value.astype(value_dtype)
 
     return tuple(layer_rows(layer) for layer in range(layers))
+
+
+def store_context(
+    projected, key_norm, stores, slot, table, start, count, *, paged, eps, theta, rounded,
+    implementation="auto",
+):
+    """Stores columns j < count at positions start + j of every layer's ring or pages.
+
+    Args:                                                          (B rows, T columns, N layers)
+      projected, key_norm: as in `context_kv_materialize`.
+      stores: per layer (key, value), as `write_ring` or `write_pages` takes them; their dtypes are
+        key_dtype and value_dtype, and all layers of a kind have one shape.
+      slot:   [B] int32, ring of each row; an idle row's is out of range.
+      table:  [B, max_pages] int32, pages of each row; an unmapped entry is out of range.
+      start, count: [B] int32.
+      paged:  per layer, True for pages and False for a ring. Static.
+      eps, theta, rounded: as in `context_kv_materialize`. Static.
+      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
+    Returns:
+      stores with the addressed rows replaced; every other byte is unchanged.
+    Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
+    Source: contracts 4.3 to 4.5.
+    """
+    layers, dim = key_norm.shape
+    if len(stores) != layers or len(paged) != layers:
+        raise ValueError(f"stores, paged: expected {layers}, got {len(stores)}, {len(paged)}")
+    (first, _), heads_axis = stores[0], 0 if paged[0] else 1
+    kv_heads = first.shape[heads_axis]
+    batch, tokens, width = projected.shape
+    if width != layers * 2 * kv_heads * dim:
+        raise ValueError(f"projected: expected {layers * 2 * kv_heads * dim} rows, got {width}")
+    lacking = None if kernel.supports(dim) else f"heads of a power of two, got {dim}"
+    form = choose_form("context_kv_materialize", implementation, lacking)
+    if form != "xla":
+        return kernel.store(
+            projected, key_norm, jnp.asarray(turn_fractions(dim, theta).view("int32")), stores,
+            slot, table, start, count, paged=paged, rule=kernel.Rule(eps=eps, rounded=rounded),
+            interpret=form == "interpret",
+        )
+    positions = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+    rows = context_kv_materialize(
+        projected, key_norm, positions, kv_heads=kv_heads, eps=eps, theta=theta, rounded=rounded,
+        key_dtype=first.dtype, value_dtype=stores[0][1].dtype,
+    )
+
+    def written(store, new, is_paged):
+        if is_paged:
+            return write_pages(store, new, table, start, count)
+        return write_ring(store, new, slot, start, count)
+
+    return tuple(
+        tuple(written(array, new, is_paged) for array, new in zip(pair, made, strict=True))
+        for pair, made, is_paged in zip(stores, rows, paged, strict=True)
+    )

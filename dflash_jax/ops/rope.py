@@ -56,6 +56,22 @@ def mrope_partial(x, positions, *, theta, rotary_dim, mrope_section):
     return jnp.concatenate([rotated, wide[..., rotary_dim:]], axis=-1)
 
 
+def turn_fractions(rotary_dim, theta):
+    """Byte k of a position turns pair j by byte * [k, j] / 2^32, whole turns dropped.
+
+    The highest byte is signed.
+
+    Args:
+      rotary_dim, theta: as in `mrope_partial`. Static.
+    Returns:
+      [4, rotary_dim / 2] uint32, a NumPy array.
+    """
+    pair = np.arange(rotary_dim // 2, dtype=np.float64)
+    turns_per_token = float(theta) ** (-2.0 * pair / rotary_dim) / (2.0 * np.pi)
+    power = 256.0 ** np.arange(_DIGITS)[:, None]
+    return (np.rint(np.mod(turns_per_token * power, 1.0) * 2.0**32) % 2.0**32).astype(np.uint32)
+
+
 def _check(x, positions, shape_fits, rotary_dim):
     if x.ndim != 4:
         raise ValueError(f"x: expected [B, T, heads, D], got {x.shape}")
@@ -88,15 +104,13 @@ def _cos_sin(positions, rotary_dim, theta):
     turn. A position is split into bytes, the highest signed; byte k times frac(256^k f_j / 2 pi),
     rounded on the host to 2^-32 turns, errs by at most 2^-25 turns. Three bytes reach 2^24 tokens.
     """
-    pair = np.arange(rotary_dim // 2, dtype=np.float64)
-    turns_per_token = float(theta) ** (-2.0 * pair / rotary_dim) / (2.0 * np.pi)
+    fractions = turn_fractions(rotary_dim, theta)
     turns = jnp.uint32(0)
-    for digit in range(_DIGITS):
+    for digit, fraction in enumerate(fractions):
         byte = positions >> (8 * digit)
         if digit < _DIGITS - 1:
             byte = byte & 255
-        fraction = np.rint(np.mod(turns_per_token * 256.0**digit, 1.0) * 2.0**32) % 2.0**32
-        turns = turns + byte.astype(jnp.uint32) * jnp.asarray(fraction.astype(np.uint32))
+        turns = turns + byte.astype(jnp.uint32) * jnp.asarray(fraction)
     signed = lax.bitcast_convert_type(turns, jnp.int32).astype(jnp.float32)
     angle = signed * float(2.0 * np.pi / 2.0**32)
     return jnp.cos(angle), jnp.sin(angle)

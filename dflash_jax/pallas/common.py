@@ -55,3 +55,17 @@ def dot(left, right):
 def is_power_of_two(number: int) -> bool:
     """Whether a kernel array may have this extent."""
     return number > 0 and number & (number - 1) == 0
+
+
+def step_within(width: int, columns, most: int) -> int:
+    """The largest power of two, at most `most`, in whose steps one goes over `width` entries
+    without leaving a block inside a step; `columns`: of the blocks, which may be wider."""
+    for count in columns:
+        width |= count if count < width else 0
+    return min(most, width & -width)
+
+
+def places(rows, columns):
+    """Two index arrays [rows, columns] of a rectangle of entries."""
+    shape = (rows.shape[0], columns.shape[0])
+    return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)

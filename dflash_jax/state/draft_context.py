@@ -30,18 +30,21 @@ class DraftContext:
             pages=tuple(KVPages.zeros(*pages, *dtypes) for _ in draft.full_layers),
         )
 
-    def write(self, draft: DraftConfig, layer_rows, slot, table, start, count) -> "DraftContext":
-        """Appends columns j < count at positions start + j to every layer.
+    def stores(self, draft: DraftConfig) -> tuple[KVRing | KVPages, ...]:
+        """One store per draft layer, in layer order."""
+        rings, pages = iter(self.rings), iter(self.pages)
+        return tuple(
+            next(rings if kind == LayerKind.SLIDING else pages) for kind in draft.layer_types
+        )
 
-        layer_rows: per draft layer (key, value), each [B, T, Hkv, D], in layer order.
-        """
-        rings, pages = list(self.rings), list(self.pages)
-        compact = {LayerKind.SLIDING: 0, LayerKind.FULL: 0}
-        for kind, (key, value) in zip(draft.layer_types, layer_rows, strict=True):
-            index = compact[kind]
-            if kind == LayerKind.SLIDING:
-                rings[index] = rings[index].write(key, value, slot, start, count)
-            else:
-                pages[index] = pages[index].write(key, value, table, start, count)
-            compact[kind] += 1
-        return DraftContext(rings=tuple(rings), pages=tuple(pages))
+    def with_stores(self, draft: DraftConfig, pairs) -> "DraftContext":
+        """The same context with other (key, value) arrays, one pair per draft layer."""
+        stores = [
+            store.replace(key=key, value=value)
+            for store, (key, value) in zip(self.stores(draft), pairs, strict=True)
+        ]
+        by_kind = list(zip(draft.layer_types, stores, strict=True))
+        return DraftContext(
+            rings=tuple(store for kind, store in by_kind if kind == LayerKind.SLIDING),
+            pages=tuple(store for kind, store in by_kind if kind != LayerKind.SLIDING),
+        )

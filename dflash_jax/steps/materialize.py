@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from dflash_jax.state.decode import DecodeState, Rows
 from dflash_jax.steps.models import Models, Params, draft_call
@@ -39,12 +38,9 @@ def materialize_features(models, params, state, rows, features, start, count) ->
     chunk's own features; a chunk longer than a ring leaves only its last S columns there.
     """
     if models.draft is not None:
-        columns = jnp.arange(features.shape[1], dtype=jnp.int32)
-        positions = start[:, None] + jnp.minimum(columns, jnp.maximum(count - 1, 0)[:, None])
-        layer_rows = draft_call(models, params, "context_kv", features, positions)
-        context = state.context.write(
-            models.draft, layer_rows, rows.write_slot, state.draft_table.rows(rows.lane),
-            start, count,
+        context = draft_call(
+            models, params, "store_context", features, state.context, rows.write_slot,
+            state.draft_table.rows(rows.lane), start, count,
         )
         state = state.replace(context=context)
     sequence = state.sequence.put(rows.lane, count > 0, context_frontier=start + count)

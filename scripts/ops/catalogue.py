@@ -12,17 +12,14 @@ from dflash_jax.ops import sparse_moe as moe
 from dflash_jax.ops.vocab import top_k
 from dflash_jax.sampling.distribution import target_distribution
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
-from scripts.ops.case import Case
+from scripts.ops import draft
+from scripts.ops.case import Case, normal
 from tests.oracles import attention as attention_oracle
 from tests.oracles import gated_delta_rule as delta_oracle
 from tests.oracles import sparse_moe as moe_oracle
 
 PAGE, VOCABULARY, PUBLIC = 64, 248320, 248077
 BOTH = ("xla", "pallas")
-
-
-def normal(key, shape, dtype=jnp.bfloat16, scale=1.0):
-    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
 def cases(full: bool) -> list[Case]:
@@ -36,7 +33,7 @@ def cases(full: bool) -> list[Case]:
     found += [select(7), *([select(120)] if full else [])]
     found += [experts(tokens) for tokens in ((1, 8, 64) if full else (8,))]
     found += [law(1, 8), *([law(8, 16)] if full else [])]
-    return found
+    return found + draft.cases(full)
 
 
 def verify(batch: int, width: int, *, chain: bool) -> Case:

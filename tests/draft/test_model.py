@@ -35,11 +35,10 @@ def call(models, variables, method, *args):
 
 def context_of(models, variables, features):
     """Context of `FRONTIER` positions from features [1, FRONTIER, n_tap * H]."""
-    positions = jnp.arange(FRONTIER, dtype=jnp.int32)[None]
-    rows = call(models, variables, "context_kv", features, positions)
     table = jnp.arange(models.run.max_pages, dtype=jnp.int32)[None]
-    return models.zeros().context.write(
-        models.draft, rows, jnp.array([0]), table, jnp.array([0]), jnp.array([FRONTIER])
+    return call(
+        models, variables, "store_context", features, models.zeros().context, jnp.array([0]),
+        table, jnp.array([0]), jnp.array([FRONTIER]),
     )
 
 

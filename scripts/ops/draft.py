@@ -1,0 +1,99 @@
+"""Ops of the drafts at official sizes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.ops.context_kv_materialize import store_context
+from dflash_jax.ops.linear import linear
+from dflash_jax.ops.norm import plain_rmsnorm
+from scripts.ops.case import Case, normal
+from tests.oracles import context_kv_materialize as context_oracle
+from tests.oracles import kv_write
+
+FORMS = ("xla", "pallas")
+LAYERS, KV_HEADS, DIM, RING, HIDDEN = 5, 8, 128, 2048, 5120
+
+
+def cases(full: bool) -> list[Case]:
+    """All of them; `full` adds larger batches."""
+    found = [context_rows(1, 8), context_product(1, 5)]
+    if full:
+        found += [context_rows(8, 8), context_rows(1, 1024), context_product(8, 5)]
+    return found
+
+
+def context_operands(key, batch: int, columns: int, width: int):
+    """Projection, norm weights, rings, slots, table, start and count of whole rows."""
+    keys = jax.random.split(key, 2 * LAYERS + 1)
+    ring = (batch, KV_HEADS, RING, DIM)
+    rings = tuple(
+        (normal(keys[2 * i], ring), normal(keys[2 * i + 1], ring, jnp.float16))
+        for i in range(LAYERS)
+    )
+    return (
+        normal(keys[-1], (batch, columns, width), jnp.float32),
+        jnp.linspace(0.5, 1.5, LAYERS * DIM).reshape(LAYERS, DIM), rings,
+        jnp.arange(batch, dtype=jnp.int32), jnp.zeros((batch, 1), jnp.int32),
+        jnp.full((batch,), 3 * RING - 3, jnp.int32), jnp.full((batch,), columns, jnp.int32),
+    )
+
+
+OPTIONS = dict(paged=(False,) * LAYERS, eps=1e-6, theta=1e7, rounded=False)
+
+
+def context_rows(batch: int, columns: int) -> Case:
+    """Norm, rotation and storage of a 27B draft's context rows, projection at hand."""
+    width = LAYERS * 2 * KV_HEADS * DIM
+
+    def exact(projected, key_norm, rings, slot, table, start, count):
+        keys, values = context_oracle.context_key_value(
+            projected, key_norm, start[:, None] + np.arange(columns), kv_heads=KV_HEADS,
+            eps=OPTIONS["eps"], theta=OPTIONS["theta"], rounded=OPTIONS["rounded"],
+        )
+        return [
+            kv_write.write_ring(store.astype(np.float64), rows[layer], slot, start, count)
+            for layer in range(LAYERS)
+            for store, rows in zip(rings[layer], (keys, values), strict=True)
+        ]
+
+    return Case(
+        name=f"store_context B={batch} n={columns}", bytes=batch * columns * width * (4 + 2),
+        make=functools.partial(context_operands, batch=batch, columns=columns, width=width),
+        exact=exact if columns <= 8 else None, tolerance=1e-3, state=2,
+        forms={
+            form: functools.partial(store_context, implementation=form, **OPTIONS)
+            for form in FORMS
+        },
+    )
+
+
+def context_product(batch: int, columns: int) -> Case:
+    """Features to context of a 27B draft: both products, the norm between them, and storage."""
+    features, rows = 5 * HIDDEN, LAYERS * 2 * KV_HEADS * DIM
+
+    def make(key):
+        keys = jax.random.split(key, 3)
+        small = context_operands(keys[0], batch, columns, features)
+        return (
+            small[0].astype(jnp.bfloat16), *small[1:], jnp.ones((HIDDEN,)),
+            normal(keys[1], (HIDDEN, features), scale=features**-0.5),
+            normal(keys[2], (rows, HIDDEN), scale=HIDDEN**-0.5),
+        )
+
+    def run(form):
+        def call(features, key_norm, rings, slot, table, start, count, norm, first, second):
+            middle = plain_rmsnorm(linear(features, first, jnp.bfloat16), norm, 1e-6)
+            projected = linear(middle.astype(jnp.bfloat16), second, jnp.float32)
+            return store_context(
+                projected, key_norm, rings, slot, table, start, count, implementation=form,
+                **OPTIONS,
+            )
+        return call
+
+    return Case(
+        name=f"context materialise B={batch} n={columns}", make=make, state=2,
+        bytes=2 * HIDDEN * (features + rows), forms={form: run(form) for form in FORMS},
+    )
