@@ -65,6 +65,12 @@ def step_within(width: int, columns, most: int) -> int:
     return min(most, width & -width)
 
 
+def broadcast(*indices):
+    """Scalars and index arrays of one rank, as the arrays of one shape that a load takes."""
+    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in indices))
+    return tuple(jnp.broadcast_to(i, shape) for i in indices)
+
+
 def places(rows, columns):
     """Two index arrays [rows, columns] of a rectangle of entries."""
     shape = (rows.shape[0], columns.shape[0])
