@@ -52,6 +52,15 @@ def dot(left, right):
     )
 
 
+def dot_three_passes(left, right):
+    """fp32 [m, k] times fp32 [k, n] on the tensor cores: three TF32 products, about fp32's
+    accuracy. The operands are split in registers; a CPU has no such product (interpret mode)."""
+    return lax.dot_general(
+        left, right, (((1,), (0,)), ((), ())),
+        precision=lax.DotAlgorithmPreset.TF32_TF32_F32_X3, preferred_element_type=jnp.float32,
+    )
+
+
 def is_power_of_two(number: int) -> bool:
     """Whether a kernel array may have this extent."""
     return number > 0 and number & (number - 1) == 0
