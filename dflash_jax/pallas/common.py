@@ -52,6 +52,12 @@ def dot(left, right):
     )
 
 
+def places(rows, columns):
+    """Two index arrays [rows, columns]: the entries of a rectangle of a matrix."""
+    shape = (rows.shape[0], columns.shape[0])
+    return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
+
+
 def is_power_of_two(number: int) -> bool:
     """Whether a kernel array may have this extent."""
     return number > 0 and number & (number - 1) == 0

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import dot, load
+from dflash_jax.pallas.common import dot, load, places
 
 MAX_TOKENS = 128
 
@@ -44,7 +44,7 @@ def product(x, matrix, rows, tokens, tiles: Tiles, first_step=0, steps=None):
 
     def add(index, total):
         column = (first_step + index) * tiles.step + lane
-        left, right = matrix[_places(rows, column)], x[_places(tokens, column)]
+        left, right = matrix[places(rows, column)], x[places(tokens, column)]
         return total + dot(left, right.T)
 
     total = jnp.zeros((rows.shape[0], tokens.shape[0]), jnp.float32)
@@ -53,13 +53,7 @@ def product(x, matrix, rows, tokens, tiles: Tiles, first_step=0, steps=None):
         column = width // tiles.step * tiles.step + lane
         left, right = (
             load(ref.at[at], mask=at[1] < width, other=0.0)
-            for ref, at in ((matrix, _places(rows, column)), (x, _places(tokens, column)))
+            for ref, at in ((matrix, places(rows, column)), (x, places(tokens, column)))
         )
         total = total + dot(left, right.T)
     return total
-
-
-def _places(rows, columns):
-    """Two index arrays [rows, columns] of a rectangle of entries."""
-    shape = (rows.shape[0], columns.shape[0])
-    return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
