@@ -174,8 +174,8 @@ def _head_form(op: str, implementation: str, hidden, head, lacking: str | None =
         )
     many = f"1..{fused.MAX_TOKENS} tokens, got {tokens}"
     whole = lacking if lacking or fused.supports(tokens) else many
-    streamed = whole if whole or mosaic.supports(tokens, width, head.dtype) else (
-        f"16-bit rows of a multiple of 64, got {width} of {head.dtype}"
+    streamed = whole if whole or mosaic.supports(tokens, head) else (
+        f"16-bit heads of multiples of 8 and 64, got {head.shape} {head.dtype}"
     )
     more = {"mosaic": streamed} | ({"select": lacking} if op == "linear_topk" else {})
     return choose_form(op, implementation, whole, more=more)

@@ -152,7 +152,9 @@ def _best_rounded(sums, row, eligible: int, dtype):
     keys = jnp.where(rounded != rounded, _FAR, vocab.key(rounded))
     keys = jnp.where(row < eligible, keys, vocab.LOWEST)
     best = jnp.max(keys, axis=0)
-    return best, jnp.min(jnp.where(keys == best[None, :], row, _FAR), axis=0)
+    # Not best[None]: Mosaic GPU of jax 0.10.2 finds no layout for the reshape.
+    above = jax.lax.broadcast_in_dim(best, keys.shape, (1,))
+    return best, jnp.min(jnp.where(keys == above, row, _FAR), axis=0)
 
 
 def _first_best(keys, places, *, rows: int, interpret: bool, entries_first: bool = False):

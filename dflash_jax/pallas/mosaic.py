@@ -1,7 +1,7 @@
 """A product of a few rows with a large matrix, streamed once through Pallas' Mosaic GPU lowering.
 
-The one place that names that lowering. Matches when: 16-bit operands, at most 128 rows of x, and a
-shared axis that is a multiple of 64; a Hopper GPU.
+The one place that names that lowering. Matches when: 16-bit operands, at most 128 rows of x, a
+multiple of 8 matrix rows and a shared axis that is a multiple of 64; a Hopper GPU.
 
 Tiles of matrix rows are the large side of a warpgroup product, the rows of x the narrow one. One
 block a processor walks over its tiles. Copies into a ring of shared buffers run `stages` steps
@@ -45,9 +45,11 @@ class Stream:
         return cls(rows=tile, step=_WIDE, stages=min(16, _SHARED // bytes_a_step), splits=splits)
 
 
-def supports(tokens: int, width: int, dtype) -> bool:
-    """Whether `stream` takes [tokens, width] rows of this dtype."""
-    return 0 < tokens <= MAX_TOKENS and width % _WIDE == 0 and jnp.dtype(dtype).itemsize == 2
+def supports(tokens: int, matrix) -> bool:
+    """Whether `stream` takes so many tokens and a matrix of this shape and dtype."""
+    rows, width = matrix.shape
+    fits = rows % 8 == 0 and width % _WIDE == 0 and jnp.dtype(matrix.dtype).itemsize == 2
+    return fits and 0 < tokens <= MAX_TOKENS
 
 
 def padded_tokens(tokens: int) -> int:

@@ -4,8 +4,8 @@ Implements: ops/vocab.py, the selection of `linear_topk`.
 Matches when: k <= 128.
 
 The k blocks with the largest maxima (equal maxima: the lower block) hold the k best scores (equal
-scores: the lower index), so a program looks at the maxima, and then inside k blocks only. It runs
-in one warp: every reduction stays in its lanes.
+scores: the lower index), so a program looks at the maxima, and then inside k blocks only. Up to 16
+it runs in one warp: every reduction stays in its lanes.
 """
 
 import jax
@@ -67,7 +67,7 @@ def best_of_blocks(scores, maxima, *, rows, k, eligible, interpret, entries_firs
         in_specs=[WHOLE] * 2,
         out_specs=(WHOLE,) * 2,
         interpret=interpret,
-        num_warps=1,
+        num_warps=kept // 16,
     )(scores.reshape(-1), maxima.reshape(-1))
     return tuple(x[:, :k] for x in best)
 
