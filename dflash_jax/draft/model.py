@@ -44,8 +44,8 @@ class DraftLayer(nn.Module):
             rounded=config.kind == DraftKind.DFLASH,
         )
         if config.kind == DraftKind.DFLASH2:
-            self.attention_conv = GroupedConv(config, dtypes)
-            self.mlp_conv = GroupedConv(config, dtypes)
+            self.attention_conv = GroupedConv(config, dtypes, self.implementation)
+            self.mlp_conv = GroupedConv(config, dtypes, self.implementation)
 
     def __call__(self, x, columns: DraftColumns, store):
         """x [B, W, H] and this layer's ring or pages (read only) -> x [B, W, H]."""
