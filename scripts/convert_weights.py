@@ -30,7 +30,7 @@ from dflash_jax.weights.conversion import (
 )
 from dflash_jax.weights.converted import is_converted
 from dflash_jax.weights.export import target_json
-from dflash_jax.weights.names import Storage
+from dflash_jax.weights.leaves import Storage
 from dflash_jax.weights.to_hf import draft_to_hf
 
 GB, GIB = 1e9, 2**30

@@ -40,7 +40,7 @@ from dflash_jax.weights.files import INDEX, WeightsError
 from dflash_jax.weights.header import DTYPES
 from dflash_jax.weights.hf_config import read_target_config
 from dflash_jax.weights.hf_draft_config import draft_causality, read_draft_config
-from dflash_jax.weights.names import Storage
+from dflash_jax.weights.leaves import Storage
 from dflash_jax.weights.source import ChosenLeaf, Source, draft_source, target_source
 
 MATRIX_DTYPES = {"bfloat16": DTYPES["BF16"], "float32": DTYPES["F32"]}
@@ -222,6 +222,8 @@ def _leaf_bytes(entry: ChosenLeaf, dtype: str) -> int:
 
 
 def _dtype_of(entry: ChosenLeaf, dtype: str) -> np.dtype:
+    if entry.leaf.storage is Storage.FP8:
+        return DTYPES["F8_E4M3"]
     return MATRIX_DTYPES[dtype] if entry.leaf.storage is Storage.MATRIX else DTYPES["F32"]
 
 
