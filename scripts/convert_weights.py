@@ -1,6 +1,6 @@
 """Converts Hugging Face folders to orbax checkpoints in the fused layout, and drafts back.
 
-    python scripts/convert_weights.py --target DIR [--draft DIR] --out DIR [--dtype bfloat16]
+    python scripts/convert_weights.py --target DIR [--draft DIR] --out DIR [--dtype fp8]
     python scripts/convert_weights.py --target DIR --draft CONVERTED --out DIR --to-hf
     python scripts/convert_weights.py --synthetic-gb 20 --out DIR
 
@@ -8,6 +8,11 @@ writes DIR/target and DIR/draft, which `load_target`, `load_draft` and the comma
 place of the files. Each appears under its name only when it is whole; a stopped run goes on where
 it was when the same command is given again. `--target` may be converted already. Host memory stays
 below twice the largest item plus 1 GiB; `--synthetic-gb` measures that on a sparse target.
+
+`--dtype fp8` quantises what official FP8 releases have in float8: the layers' matrices, with a
+scale of largest / 448 for each 128 x 128 block of a file's matrix. Embedding, head, router, the a
+and b rows, norms and the draft stay as with bfloat16. Float8 matrices of the files stay as they are
+under any dtype.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from pathlib import Path
 from dflash_jax.config import tiny_target
 from dflash_jax.weights import names, read_target_config
 from dflash_jax.weights.conversion import (
+    FP8,
     MATRIX_DTYPES,
     ConversionPlan,
     convert,
@@ -139,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
     add("--target", type=Path, help="folder of the target; converted already or not")
     add("--draft", type=Path, help="folder of a draft for it; with --to-hf a converted one")
     add("--out", type=Path, required=True, help="folder to write target and draft into")
-    add("--dtype", choices=sorted(MATRIX_DTYPES), default="bfloat16", help="of matrices")
+    add("--dtype", choices=[*sorted(MATRIX_DTYPES), FP8], default="bfloat16", help="of matrices")
     add("--dry-run", action="store_true", help="print the plan and write nothing")
     add("--to-hf", action="store_true", help="write the draft's Hugging Face files to --out")
     add("--synthetic-gb", type=float, metavar="GB", help="measure memory on a sparse target")
@@ -175,7 +181,8 @@ def _convert(arguments: argparse.Namespace) -> None:
     if arguments.draft is not None:
         config = read_target_config(arguments.target)
         out = arguments.out / "draft"
-        plans["draft"] = plan_draft(arguments.draft, out, arguments.dtype, config)
+        dtype = "bfloat16" if arguments.dtype == FP8 else arguments.dtype
+        plans["draft"] = plan_draft(arguments.draft, out, dtype, config)
     if not plans:
         raise ValueError("--target: expected Hugging Face files or a --draft, got converted ones")
     for name, plan in plans.items():

@@ -44,6 +44,7 @@ from dflash_jax.weights.leaves import Storage
 from dflash_jax.weights.source import ChosenLeaf, Source, draft_source, target_source
 
 MATRIX_DTYPES = {"bfloat16": DTYPES["BF16"], "float32": DTYPES["F32"]}
+FP8 = "fp8"  # of a target: layer matrices in float8, other matrices in bfloat16
 _PLAN, _RECORDS, _LOCK = "plan.json", "records", "lock"
 _SMALL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md")
 _SMALL_BYTES = 64 << 20
@@ -97,6 +98,8 @@ class ConversionPlan:
             f"  to {len(self.items)} items, {self.num_bytes / 1e9:.3f} GB, the largest "
             f"{self.largest / 1e9:.3f} GB",
         ]
+        if quantised := self.identity.get("quantised"):
+            lines.append(f"  {quantised} tensors quantised to float8")
         if "causality" in self.identity:
             causality = self.identity["causality"]
             lines.append(f"  causality {causality['flags']}, decided by {causality['reason']}")
@@ -113,11 +116,14 @@ def plan_target(folder: str | Path, out: str | Path, dtype: str) -> ConversionPl
     Args:
       folder: Hugging Face folder.
       out: the folder that will hold the converted weights.
-      dtype: of matrices, "bfloat16" or "float32".
+      dtype: of dense matrices, "bfloat16" or "float32"; or "fp8", which quantises the matrices that
+        official FP8 releases have in float8. Those that the files have so stay so.
     Raises: ConfigError for config.json or dtype; WeightsError listing all faults of the tensors.
     """
-    source = target_source(folder, read_target_config(folder))
-    return _plan("target", source, out, dtype, {})
+    config, quantised = read_target_config(folder), dtype == FP8
+    source = target_source(folder, config, quantised_to_fp8=quantised)
+    more = {"quantised": len(source.files.derived)}
+    return _plan("target", source, out, "bfloat16" if quantised else dtype, more)
 
 
 def plan_draft(

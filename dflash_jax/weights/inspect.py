@@ -124,6 +124,8 @@ def _converted(folder: Path, config: TargetConfig | DraftConfig, lines: list[str
     entries = [entry for item in items for entry in item.values()]
     size = sum(math.prod(e["shape"]) * np.dtype(e["dtype"]).itemsize for e in entries) / GB
     rounded = ", rounded from wider ones" if manifest["rounded"] else ""
+    if quantised := manifest.get("quantised"):
+        rounded += f", {quantised} tensors quantised to float8"
     return Report(
         (
             *lines,

@@ -22,6 +22,7 @@ from dflash_jax.weights import block_scaled, names, quantised
 from dflash_jax.weights.files import TensorFiles, WeightsError
 from dflash_jax.weights.heads import OwnHead, plan_own_head
 from dflash_jax.weights.leaves import PlannedLeaf, PlannedPart, Storage
+from dflash_jax.weights.quantise import QuantisedFiles
 from dflash_jax.weights.transforms import VIEWS, Sizes, fuse_rows
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Source:
     """
 
     config: TargetConfig | DraftConfig
-    files: TensorFiles
+    files: TensorFiles | QuantisedFiles
     stored: dict[str, str]
     chosen: tuple[ChosenLeaf, ...]
     sizes: Sizes
@@ -82,6 +83,8 @@ class Source:
             if storage not in (Storage.VECTOR, Storage.SCALE) or entry.leaf.copy:
                 continue
             for name in dict.fromkeys(self._readable(entry)):
+                if name in self.files.derived:
+                    continue  # sound by construction, and known only when the matrix is read
                 values = self.files.read(name).astype(np.float32)
                 if bad := int((~np.isfinite(values)).sum()):
                     faults.append(f"{name}: expected finite values, got {bad} that are not")
@@ -107,44 +110,68 @@ class Source:
         """Views of the layout's tensors; neighbours that share a tensor read it once."""
         name, tensor = None, None
         for part in layout:
-            if part.blocks is not None:
-                values = self.files.read(self.stored[part.name])
-                yield block_scaled.scale_rows(values, part, self.sizes)
-                continue
-            if part.view == "whole":
+            if part.view == "whole" and part.blocks is None:
                 yield from self.files.pieces(self.stored[part.name], PIECE)
                 continue
             if part.name != name:
                 name, tensor = part.name, self.files.read(self.stored[part.name])
-            yield VIEWS[part.view](tensor, self.sizes)
+            if part.blocks is None:
+                yield VIEWS[part.view](tensor, self.sizes)
+            else:
+                yield block_scaled.scale_rows(tensor, part, self.sizes)
 
 
-def target_source(folder: str | Path, config: TargetConfig) -> Source:
+def target_source(
+    folder: str | Path, config: TargetConfig, *, quantised_to_fp8: bool = False
+) -> Source:
     """Resolves the tensors of a target, and which of its matrices are float8.
 
+    Args:
+      quantised_to_fp8: takes every dense matrix that may be float8 as if the files had it so.
     Raises: WeightsError if the folder has no files to resolve; ConfigError for the blocks that
       config.json states of float8 matrices.
     """
     files = _open(folder)
-    table = _Names.of(files, _target_name, names.IGNORED_TARGET_PREFIXES, (block_scaled.SUFFIX,))
-    config = _with_fp8(Path(folder), config, files, table)
+    table = _target_names(files)
+    config = dataclasses.replace(config, fp8=None)
+    block = _block(Path(folder), files)
+    if quantised_to_fp8:
+        dense = names.target_plan(config)[0]
+        parts = map(table.stored.get, block_scaled.scalable_parts(dense, config))
+        matrices = frozenset(n for n in parts if n is not None and files.dtype(n) in READABLE)
+        files = QuantisedFiles(files, matrices, block)
+        table = _target_names(files)
+    config = _with_fp8(config, files, table, block)
     leaves, sizes = names.target_plan(config)
     chosen, faults = _match(files, table, leaves)
     return _source(config, files, table, chosen, sizes, None, faults)
 
 
+def _target_names(files: TensorFiles | QuantisedFiles) -> _Names:
+    known = (block_scaled.SUFFIX,)
+    return _Names.of(files, _target_name, names.IGNORED_TARGET_PREFIXES, known)
+
+
+def _block(folder: Path, files: TensorFiles) -> tuple[int, int]:
+    """Rows and columns of a block; config.json is asked only of files that have blocks."""
+    if all(files.dtype(name) != block_scaled.FP8_DTYPE for name in files.names):
+        return block_scaled.DEFAULT_BLOCK
+    return block_scaled.stated_block(read_json(folder / "config.json"))
+
+
 def _with_fp8(
-    folder: Path, config: TargetConfig, files: TensorFiles, table: _Names
+    config: TargetConfig,
+    files: TensorFiles | QuantisedFiles,
+    table: _Names,
+    block: tuple[int, int],
 ) -> TargetConfig:
-    dense = dataclasses.replace(config, fp8=None)
     dtypes = {canonical: files.dtype(name) for canonical, name in table.stored.items()}
-    layers = block_scaled.scaled_matrices(names.target_plan(dense)[0], dense, dtypes)
+    layers = block_scaled.scaled_matrices(names.target_plan(config)[0], config, dtypes)
     if not any(layers):
-        return dense
-    rows, columns = block_scaled.stated_block(read_json(folder / "config.json"))
-    fp8 = Fp8Config(block_rows=rows, block_columns=columns, layers=layers)
-    logger.info("%d matrices in float8, blocks of %d x %d", fp8.count, rows, columns)
-    return dataclasses.replace(dense, fp8=fp8)
+        return config
+    fp8 = Fp8Config(block_rows=block[0], block_columns=block[1], layers=layers)
+    logger.info("%d matrices in float8, blocks of %d x %d", fp8.count, *block)
+    return dataclasses.replace(config, fp8=fp8)
 
 
 def draft_source(folder: str | Path, config: DraftConfig, public_vocab: int) -> Source:
