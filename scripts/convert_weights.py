@@ -13,6 +13,10 @@ below twice the largest item plus 1 GiB; `--synthetic-gb` measures that on a spa
 scale of largest / 448 for each 128 x 128 block of a file's matrix. Embedding, head, router, the a
 and b rows, norms and the draft stay as with bfloat16. Float8 matrices of the files stay as they are
 under any dtype.
+
+There is one item a layer whatever `--shards N` says: it stores each leaf above N MiB in N chunks or
+more, so that N hosts or devices that hold a part each can read it at once. The values and what may
+load them are the same.
 """
 
 from __future__ import annotations
@@ -124,9 +128,9 @@ def _write_hole(file: Path, parts: dict[str, tuple[tuple[int, ...], str]]) -> No
         stream.truncate(8 + len(text) + end)
 
 
-def measure(out: Path, gigabytes: float) -> int:
+def measure(out: Path, gigabytes: float, dtype: str) -> int:
     """Converts a sparse target and compares the peak of host memory with its bound."""
-    plan = plan_target(sparse_target(out / "sparse", gigabytes), out / "target", "bfloat16")
+    plan = plan_target(sparse_target(out / "sparse", gigabytes), out / "target", dtype)
     before = peak()
     run(plan, "target", dry=False)
     bound = 2 * plan.largest + GIB
@@ -146,6 +150,7 @@ def parser() -> argparse.ArgumentParser:
     add("--draft", type=Path, help="folder of a draft for it; with --to-hf a converted one")
     add("--out", type=Path, required=True, help="folder to write target and draft into")
     add("--dtype", choices=[*sorted(MATRIX_DTYPES), FP8], default="bfloat16", help="of matrices")
+    add("--shards", type=int, default=1, metavar="N", help="chunks of each large leaf, at least")
     add("--dry-run", action="store_true", help="print the plan and write nothing")
     add("--to-hf", action="store_true", help="write the draft's Hugging Face files to --out")
     add("--synthetic-gb", type=float, metavar="GB", help="measure memory on a sparse target")
@@ -162,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
         options.error("--to-hf: expected with --draft, got none")
     try:
         if arguments.synthetic_gb is not None:
-            return measure(arguments.out, arguments.synthetic_gb)
+            return measure(arguments.out, arguments.synthetic_gb, arguments.dtype)
         if arguments.to_hf:
             draft_to_hf(arguments.draft, arguments.out, read_target_config(arguments.target))
             return 0
@@ -177,12 +182,15 @@ def _convert(arguments: argparse.Namespace) -> None:
     """Plans both before either is written, so that a faulty draft costs no conversion."""
     plans = {}
     if not is_converted(arguments.target):
-        plans["target"] = plan_target(arguments.target, arguments.out / "target", arguments.dtype)
+        out = arguments.out / "target"
+        plans["target"] = plan_target(
+            arguments.target, out, arguments.dtype, shards=arguments.shards
+        )
     if arguments.draft is not None:
         config = read_target_config(arguments.target)
         out = arguments.out / "draft"
         dtype = "bfloat16" if arguments.dtype == FP8 else arguments.dtype
-        plans["draft"] = plan_draft(arguments.draft, out, dtype, config)
+        plans["draft"] = plan_draft(arguments.draft, out, dtype, config, shards=arguments.shards)
     if not plans:
         raise ValueError("--target: expected Hugging Face files or a --draft, got converted ones")
     for name, plan in plans.items():

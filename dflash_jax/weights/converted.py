@@ -28,8 +28,9 @@ FORMAT = "dflash_jax weights 1"
 LIBRARY = "dflash_jax 0.1.0"  # who wrote it; the version of pyproject.toml
 MANIFEST, SIZES, ITEMS = "manifest.json", "sizes.json", "items"
 OWN_HEAD_ITEM = "own_head"  # a draft's own head and id map, by canonical name, as stored
-# Bytes of one chunk of a leaf on disk: bounds what orbax holds beside the leaves.
-CHUNK = 64 << 20
+# Bytes of one chunk of a leaf on disk. The most bounds what orbax holds beside the leaves; smaller
+# ones than the least are slow.
+CHUNK, SMALLEST_CHUNK = 64 << 20, 1 << 20
 
 
 def is_converted(folder: str | Path) -> bool:
@@ -52,9 +53,18 @@ def fingerprint(values: np.ndarray) -> dict:
     return {"shape": list(values.shape), "dtype": str(values.dtype), "sha256": digest}
 
 
-def save_item(folder: Path, leaves: dict[str, np.ndarray]) -> None:
-    """Writes one item; `leaves` by path, joined with "/". Whole or absent: orbax renames it."""
-    args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in leaves}
+def save_item(folder: Path, leaves: dict[str, np.ndarray], shards: int = 1) -> None:
+    """Writes one item; `leaves` by path, joined with "/". Whole or absent: orbax renames it.
+
+    Args:
+      shards: chunks, at least, in which a leaf lies that has a MiB for each.
+    """
+    args = {
+        name: ocp.SaveArgs(
+            chunk_byte_size=min(CHUNK, max(SMALLEST_CHUNK, values.nbytes // shards))
+        )
+        for name, values in leaves.items()
+    }
     tree = {name: values.view(_Uncopied) for name, values in leaves.items()}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree, save_args=args))

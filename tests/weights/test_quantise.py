@@ -7,12 +7,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dflash_jax.config import DtypePolicy, qwen35_27b, tiny_target
-from dflash_jax.weights import WeightsError, inspect_folder, load_target, read_target_config
+from dflash_jax.config import DtypePolicy, RunConfig, qwen35_27b, tiny_target
+from dflash_jax.engine.generate import generate
+from dflash_jax.steps import Models, Params
+from dflash_jax.weights import (
+    WeightsError,
+    inspect_folder,
+    load_draft,
+    load_target,
+    read_target_config,
+)
 from dflash_jax.weights import quantise as module
 from dflash_jax.weights.conversion import convert, plan_target
 from dflash_jax.weights.export import target_json
 from dflash_jax.weights.files import TensorFiles
+from dflash_jax.weights.fingerprint import fingerprint
 from dflash_jax.weights.quantise import QuantisedFiles, quantise
 from dflash_jax.weights.source import target_source
 from scripts.convert_weights import main
@@ -178,3 +187,35 @@ def test_the_official_27b_is_planned_as_its_float8_release(tmp_path):
     config = read_target_config(tmp_path, public_vocab=248077)
     source = target_source(tmp_path, config, quantised_to_fp8=True)
     assert source.faults == () and source.config == qwen35_27b().with_fp8()
+
+
+def test_the_fingerprint_of_weights_sees_values_and_scales(tmp_path):
+    write(tmp_path / "dense", target_json(tiny_target()), target_tensors())
+    convert(plan_target(tmp_path / "dense", tmp_path / "out", "fp8"))
+    found = set()
+    for leaf, value in ((None, 0), ("scale", 2), ("kernel", 3)):
+        _, weights = load_target(tmp_path / "out", DtypePolicy(), public_vocab=250)
+        if leaf is not None:
+            module = weights["layers_0"]["mlp"]["down"]
+            module[leaf] = module[leaf].at[0, 0].set(value)
+        found.add(fingerprint(weights))
+    assert len(found) == 3
+
+
+@pytest.mark.slow
+def test_the_shipped_pair_decodes_a_float8_target_by_rounds_as_it_does_plainly(tmp_path):
+    """Greedy text, token for token."""
+    assert convert(plan_target(SHIPPED / "target", tmp_path / "target", "fp8"))
+    policy = DtypePolicy.exact()
+    target, weights = load_target(tmp_path / "target", policy)
+    draft, draft_weights = load_draft(SHIPPED / "dflash2", target, policy)
+    prompts = [list(range(40, 60)), [7, 8, 9]]
+    texts = []
+    for config, params, tokens in ((draft, draft_weights, 7), (None, {}, 0)):
+        run = RunConfig(draft_tokens=tokens, batch=2, max_context=128, dtypes=policy)
+        outputs = generate(
+            Models(target, config, run), Params(target=weights, draft=params), prompts,
+            max_new_tokens=24,
+        )  # fmt: skip
+        texts.append([output.tokens for output in outputs])
+    assert texts[0] == texts[1] and all(len(tokens) == 24 for tokens in texts[0])
