@@ -9,6 +9,7 @@ from jax import lax
 
 from dflash_jax.ops import gated_delta_rule, sliding_window_attention, softmax_attention
 from dflash_jax.ops import sparse_moe as moe
+from dflash_jax.ops.block_scaled_linear import BlockScale, block_scaled_linear
 from dflash_jax.ops.gated_delta_block import gated_delta_block
 from dflash_jax.ops.vocab import top_k
 from dflash_jax.sampling.distribution import target_distribution
@@ -34,6 +35,8 @@ def cases(full: bool) -> list[Case]:
         found += [ring(batch, 8, 2048)]
     found += [select(7), *([select(120)] if full else [])]
     found += [experts(tokens) for tokens in ((1, 8, 64) if full else (8,))]
+    for tokens in (8, 64) if full else (8,):
+        found += [blocks(tokens, out, inner) for out, inner in ((34816, 5120), (5120, 17408))]
     found += [law(1, 8), *([law(8, 16)] if full else [])]
     return found + draft.cases(full) + heads.cases(full)
 
@@ -221,6 +224,30 @@ def experts(tokens: int) -> Case:
         name=f"expert_mlp T={tokens}", bytes=unique * 3 * hidden * inner * 2, make=make,
         exact=exact if tokens <= 8 else None,
         forms={form: run(form) for form in BOTH} | {"ragged_dot": ragged},
+    )
+
+
+def blocks(tokens: int, out: int, inner: int, block: int = 128) -> Case:
+    """A product with a block-scaled float8 matrix."""
+    def make(key):
+        keys = jax.random.split(key, 3)
+        values = jnp.clip(100 * jax.random.normal(keys[1], (out, inner)), -448, 448)
+        scale = jnp.exp(jax.random.normal(keys[2], (out // block, inner // block)) / 4) / 7000
+        return normal(keys[0], (tokens, inner)), values.astype(jnp.float8_e4m3fn), scale
+
+    def run(form):
+        def call(x, values, scale):
+            stored = BlockScale(scale, block)
+            return block_scaled_linear(x, values, stored, jnp.float32, implementation=form)
+        return call
+
+    def exact(x, values, scale):
+        wide = np.repeat(np.repeat(scale.astype(np.float64), block, 0), block, 1)
+        return x.astype(np.float64) @ (values.astype(np.float64) * wide).T
+
+    return Case(
+        name=f"block_scaled_linear T={tokens} {out} x {inner}", bytes=out * inner, make=make,
+        exact=exact if tokens <= 8 else None, forms={form: run(form) for form in BOTH},
     )
 
 
