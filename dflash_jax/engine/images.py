@@ -42,6 +42,14 @@ class StateImage:
     used: int = 0
     temporary: bool = False
 
+    @classmethod
+    def of(cls, request: Request, frontier: int, holding: Holding, **fields) -> "StateImage":
+        """Of a request as it stands; the holding has its state at that frontier."""
+        return cls(
+            tokens=tuple(request.ledger[:frontier]), origin=request.continued(request.row),
+            holding=holding, **fields,
+        )
+
     @property
     def frontier(self) -> int:
         """F."""

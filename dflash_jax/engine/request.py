@@ -95,7 +95,7 @@ class Request:
         list of prompts, and row of the batch.
       prompt: token ids to continue.
       max_new_tokens: outputs it may publish.
-      eos_ids: ids that end it; the id itself is published.
+      eos_ids: ids that end it; the id itself is published, and has no text.
       stop_sequences: id sequences that end it; their ids are published.
       stop_strings: strings that end it; the text ends before them, the ids do not.
       decode: text of ids; needed for ``stop_strings`` and for any text.

@@ -8,7 +8,6 @@ the next step.
 """
 
 import collections
-import dataclasses
 import time
 from collections.abc import Collection, Sequence
 
@@ -16,52 +15,13 @@ from dflash_jax.engine.images import ImageStore, StateImage
 from dflash_jax.engine.lanes import Lanes
 from dflash_jax.engine.pages import CapacityError
 from dflash_jax.engine.placement import Placement, Waiting, positions_of
-from dflash_jax.engine.pools import Holding, Pools
+from dflash_jax.engine.pools import Pools
 from dflash_jax.engine.preview import Decision, preview
 from dflash_jax.engine.publish import account, publish
 from dflash_jax.engine.request import FinishReason, Request
+from dflash_jax.engine.rows import KEPT, Entry, Flight, Row
 from dflash_jax.engine.width import Widths
 from dflash_jax.steps import Models
-
-KEPT = frozenset([FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH])
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Row:
-    """A request that has a lane.
-
-    Fields:
-      lane: its row in the batch.
-      holding: its slot and pages, enough for everything it may still publish.
-      decoding: the first token has been drawn.
-      since: when it got the lane, or drew the first token; seconds.
-    """
-
-    request: Request
-    lane: int
-    holding: Holding
-    decoding: bool
-    since: float = dataclasses.field(default_factory=time.perf_counter)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A decision whose commit has been issued. ``round`` is (P, A, columns), None without one."""
-
-    row: Row
-    decision: Decision
-    round: tuple[int, int, int] | None
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Flight:
-    """A round that the device runs: its rows by lane, its width, when it began."""
-
-    rows: dict[int, Row]
-    nodes: int
-    since: float
-    # Lanes whose preview has raised once; a second time ends the request.
-    failed: set[int] = dataclasses.field(default_factory=set)
 
 
 class Scheduler:
@@ -152,7 +112,7 @@ class Scheduler:
         except BaseException:
             self._pools.give(holding)
             raise
-        image = _image(row.request, frontier, holding, **fields)
+        image = StateImage.of(row.request, frontier, holding, **fields)
         self._store.add(image)
         return image
 
@@ -393,15 +353,8 @@ class Scheduler:
             self._store.touch(known)
         else:
             holding = self._pools.shrink(row.holding, frontier)
-            self._store.add(_image(request, frontier, holding))
+            self._store.add(StateImage.of(request, frontier, holding))
 
     def _catch_up(self, row: Row) -> None:
         if self._models.draft is not None:
             self._lanes.materialize(row.lane, row.holding)
-
-
-def _image(request: Request, frontier: int, holding: Holding, **fields) -> StateImage:
-    return StateImage(
-        tokens=tuple(request.ledger[:frontier]), origin=request.continued(request.row),
-        holding=holding, **fields,
-    )

@@ -47,6 +47,10 @@ class Watch:
                 return Sight(watch=watch, text="".join(texts), used=index + 1, stopped=True)
         return Sight(watch=watch, text="".join(texts), used=len(tokens), stopped=False)
 
+    def silent(self, token: int) -> "Watch":
+        """The watch after an id that ends a request: an id of sequences, but without text."""
+        return dataclasses.replace(self, tail=self._tail_with(token))
+
     def finish(self) -> tuple["Watch", str]:
         """The watch with nothing left to tell, and the text it held back."""
         if self.decode is None:

@@ -3,7 +3,6 @@
 Before every step the bytes of free slots and free pages are overwritten.
 """
 
-import json
 
 import jax
 import numpy as np
@@ -353,24 +352,6 @@ def test_replicas_outlive_a_device_that_loses_its_state():
     assert_whole(waiting[1], GREEDY)
 
 
-@BOTH
-def test_a_saved_conversation_goes_on_in_another_process(tmp_path, sampling):
-    engine = scenes.engine(checkpoints=())
-    request = started(engine, 5, sampling)
-    assert request.tokens
-    engine.save(engine.checkpoint(request), tmp_path)
-    other = scenes.engine(checkpoints=())
-    image = other.load(tmp_path)
-    again = other.restore(image)
-    finish(other)
-    assert_whole(again, sampling)
-    follow = (*image.tokens, 9)
-    reused = other.submit(follow, max_new_tokens=5)
-    finish(other)
-    assert reused.statistics.reused_tokens == image.frontier
-    assert tuple(reused.tokens) == alone(follow, 5).tokens
-
-
 def test_images_keep_supplied_embeddings_and_the_rotation_behind_them(tmp_path):
     """A picture of 2 rows and 3 columns, and text in steps of 9: forks, restores, files agree."""
     places = np.arange(4, 10)
@@ -407,53 +388,3 @@ def test_images_keep_supplied_embeddings_and_the_rotation_behind_them(tmp_path):
     for one in (request, child, *again):
         assert tuple(one.tokens) == whole
     assert len(engine._store) == 4  # the kept ones and the loaded ones, no turn
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    engine = scenes.engine(checkpoints=())
-    engine.save(engine.checkpoint(started(engine, 5)), folder)
-    return folder
-
-
-def test_other_weights_and_models_are_refused_by_name(saved):
-    models, params = scenes.pair()
-    final = params.target["final_norm"]["weight"]
-    flipped = {**params.target, "final_norm": {"weight": final.at[3].add(1e-6)}}
-    other = scenes.Engine(models, params.replace(target=flipped))
-    with pytest.raises(ValueError, match='image.json: weights: expected "[0-9a-f]{64}", got'):
-        other.load(saved)
-    with pytest.raises(ValueError, match="image.json: draft: expected"):
-        scenes.engine("dflash2").load(saved)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda header: header["identity"].update(format=2), "format: expected 1, got 2"),
-        (lambda header: header["identity"].update(page_size=64), "page_size: expected 16, got 64"),
-        (lambda header: header["identity"]["dtypes"].update(param="bfloat16"), "dtypes: expected"),
-        (lambda header: header["identity"]["target"].update(hidden=65), "target: expected"),
-        (lambda header: header.update(digest="0"), "expected the digest"),
-        (lambda header: header["tokens"].extend(range(16)), "expected the digest"),
-    ],
-)
-def test_a_folder_of_another_kind_is_refused_by_name(saved, tmp_path, change, message):
-    header = json.loads((saved / "image.json").read_text())
-    change(header)
-    (tmp_path / "image.json").write_text(json.dumps(header))
-    (tmp_path / "image.safetensors").write_bytes((saved / "image.safetensors").read_bytes())
-    with pytest.raises(ValueError, match=message):
-        scenes.engine().load(tmp_path)
-
-
-def test_a_folder_written_halfway_is_never_loaded(saved, tmp_path):
-    content = (saved / "image.safetensors").read_bytes()
-    (tmp_path / "image.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match="image.json: expected a file"):
-        scenes.engine().load(tmp_path)
-    (tmp_path / "image.json").write_bytes((saved / "image.json").read_bytes())
-    (tmp_path / "image.safetensors").write_bytes(content[:-8])
-    with pytest.raises(ValueError, match="image.safetensors, image.json: expected the digest"):
-        scenes.engine().load(tmp_path)

@@ -43,14 +43,14 @@ def run(request, tokens, block):
         account(request, decision)
 
 
-def naive(tokens, *, strings=(), sequences=(), budget=100):
+def naive(tokens, *, strings=(), sequences=(), budget=100, eos=EOS):
     """(tokens, text, reason) by looking at everything again after every token."""
     for end in range(1, len(tokens) + 1):
         seen = tuple(tokens[:end])
         text = decode(seen)
         places = [text.find(string) for string in strings if string in text]
-        if seen[-1] == EOS:
-            return list(seen), text, FinishReason.EOS
+        if seen[-1] == eos:
+            return list(seen), decode(seen[:-1]), FinishReason.EOS
         if places:
             return list(seen), text[: min(places)], FinishReason.STOP
         if any(seen[-len(one) :] == one for one in sequences):
@@ -119,7 +119,9 @@ def test_half_a_character_is_held_back_until_it_is_whole():
     assert going.output().text == going.text
 
 
-def test_every_way_to_cut_a_text_into_rounds_agrees_with_the_naive_search():
+@pytest.mark.parametrize("eos", [EOS, B], ids=["EOS without text", "EOS with text"])
+def test_every_way_to_cut_a_text_into_rounds_agrees_with_the_naive_search(eos):
+    """The text of an EOS id does not count, whatever it is: here also the letter "b"."""
     rng = random.Random(2)
     ended = 0
     for _ in range(400):
@@ -133,10 +135,11 @@ def test_every_way_to_cut_a_text_into_rounds_agrees_with_the_naive_search():
             for _ in range(rng.randint(0, 2))
         )
         budget = rng.choice([3, 7, 100])
-        expected = naive(tokens, strings=strings, sequences=sequences, budget=budget)
+        expected = naive(tokens, strings=strings, sequences=sequences, budget=budget, eos=eos)
         for block in (1, 2, 3, 9):
             one = request(
-                stop_strings=strings, stop_sequences=sequences, max_new_tokens=budget
+                stop_strings=strings, stop_sequences=sequences, max_new_tokens=budget,
+                eos_ids=frozenset([eos]),
             )
             run(one, tokens, block)
             text = one.text if one.finish_reason else None
@@ -145,6 +148,31 @@ def test_every_way_to_cut_a_text_into_rounds_agrees_with_the_naive_search():
             assert all(decode(one.tokens).startswith(part) for part in shown)
         ended += expected[2] is FinishReason.STOP
     assert ended > 100
+
+
+@pytest.mark.parametrize("block", range(1, 4))
+def test_an_eos_id_has_no_text_and_completes_no_stop_string(block):
+    ended = request(stop_strings=("ab",), eos_ids=frozenset([B]))
+    run(ended, [C, A, B], block)
+    assert (ended.text, ended.finish_reason) == ("c\na", FinishReason.EOS)
+    assert ended.tokens == [C, A, B]
+
+
+def test_a_stop_string_ahead_of_an_eos_id_comes_first_and_a_sequence_with_it_does_not():
+    ended = request(stop_strings=("c",))
+    run(ended, [A, C, EOS], 3)
+    assert (ended.tokens, ended.finish_reason) == ([A, C], FinishReason.STOP)
+    ended = request(stop_sequences=((A, EOS),))
+    run(ended, [B, A, EOS], 3)
+    assert (ended.tokens, ended.finish_reason) == ([B, A, EOS], FinishReason.EOS)
+
+
+def test_an_eos_id_is_still_an_id_of_the_sequences_of_who_goes_on_behind_it():
+    ended = request(stop_sequences=((EOS, A),))
+    run(ended, [B, EOS], 2)
+    on = ended.continued(1, eos_ids=frozenset())
+    run(on, [A, B], 1)
+    assert (on.tokens, on.finish_reason) == ([B, EOS, A], FinishReason.STOP)
 
 
 def test_without_a_decoder_ids_alone_are_watched():
