@@ -104,7 +104,11 @@ class ImageStore:
         """Enters an image, and drops what the budgets no longer allow."""
         self.touch(image)
         self._images.append(image)
-        self.trim()
+        try:
+            self.trim()
+        except BaseException:
+            self.drop(image)  # nobody has learned of it
+            raise
 
     def touch(self, image: StateImage) -> None:
         """Marks a use."""

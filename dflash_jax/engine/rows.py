@@ -18,6 +18,7 @@ class Row:
       lane: its row in the batch.
       holding: its slot and pages, enough for everything it may still publish.
       decoding: the first token has been drawn.
+      failed: what was last done for it alone raised; a second time in a row ends the request.
       since: when it got the lane, or drew the first token; seconds.
     """
 
@@ -25,6 +26,7 @@ class Row:
     lane: int
     holding: Holding
     decoding: bool
+    failed: bool = False
     since: float = dataclasses.field(default_factory=time.perf_counter)
 
 
@@ -44,5 +46,3 @@ class Flight:
     rows: dict[int, Row]
     nodes: int
     since: float
-    # Lanes whose preview has raised once; a second time ends the request.
-    failed: set[int] = dataclasses.field(default_factory=set)

@@ -8,6 +8,7 @@ the next step.
 """
 
 import collections
+import contextlib
 import time
 from collections.abc import Collection, Sequence
 
@@ -197,8 +198,9 @@ class Scheduler:
     def _admit(self) -> bool:
         progress, self._stuck = False, False
         while self.waiting and (lane := self._free_lane()) is not None:
-            if not self._place(self.waiting[0], lane):
-                self._stuck = True
+            with self._answering(self.waiting[0]):
+                self._stuck = not self._place(self.waiting[0], lane)
+            if self._stuck:
                 break
             self.waiting.popleft()
             progress = True
@@ -210,21 +212,25 @@ class Scheduler:
             if row.decoding or row.request.finish_reason is not None:
                 continue
             progress = True
-            request, lane = row.request, row.lane
-            done = self._lanes.frontier(lane)
-            if done < len(request.prompt):
-                done = self._lanes.prefill(
-                    lane, row.holding, request.prompt, done, request.embeddings
-                )
-            if done == len(request.prompt):
-                self._first(row)
+            with self._answering(row):
+                self._read(row)
+            if row.decoding or row.request.finish_reason is not None:
+                self.settle()
         return progress
 
-    def _first(self, row: Row) -> None:
-        request = row.request
-        if "prompt" in self._checkpoints and request.embeddings is None:
+    def _read(self, row: Row) -> None:
+        """Runs the next chunk of a prompt, and draws the first token behind the last one."""
+        request, lane = row.request, row.lane
+        done = self._lanes.frontier(lane)
+        if done < len(request.prompt):
+            done = self._lanes.prefill(
+                lane, row.holding, request.prompt, done, request.embeddings
+            )
+        if done < len(request.prompt):
+            return
+        if "prompt" in self._checkpoints and request.embeddings is None and not row.failed:
             self._keep_prompt(row)
-        token = self._lanes.first_token(row.lane, row.holding)
+        token = self._lanes.first_token(lane, row.holding)
         if token is None:
             request.end(FinishReason.FAULT)
         else:
@@ -233,7 +239,24 @@ class Scheduler:
             self._entered.append(entry)
         now = time.perf_counter()
         request.statistics.prefill_seconds, row.since = now - row.since, now
-        self.settle()
+
+    @contextlib.contextmanager
+    def _answering(self, one: Row | Waiting):
+        """For what is done for one request alone: if it raises twice in a row, the request ends.
+
+        Whatever a tokenizer or the device raises there would else stop everybody, at every step.
+        """
+        try:
+            yield
+        except Exception:
+            if one.failed:
+                try:
+                    one.request.end(FinishReason.FAULT)
+                finally:
+                    self.withdraw(one.request)
+            one.failed = True
+            raise
+        one.failed = False
 
     def _keep_prompt(self, row: Row) -> None:
         """A checkpoint at the end of the prompt, if there is room for one."""
@@ -263,13 +286,15 @@ class Scheduler:
                 try:
                     decision = preview(row.request, result.outputs[lane], licensed)
                 except Exception as error:
-                    if lane not in flight.failed:
-                        flight.failed.add(lane)
+                    if not row.failed:
+                        row.failed = True
                         raise
                     raised = error
                     decision = Decision(
                         tokens=(), reason=FinishReason.FAULT, text="", watch=row.request.watch
                     )
+                else:
+                    row.failed = False
             counts = (result.proposals[lane], licensed - 1, result.columns[lane])
             entries.append(Entry(row=row, decision=decision, round=counts))
             tokens += licensed
