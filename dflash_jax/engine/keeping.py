@@ -85,9 +85,8 @@ class Keeping:
         for one in controls:
             copy = request.continued(request.row, **(changes | {"sampling": one}))
             check_request(self.models, copy)
-        image = self._schedule.capture(row, temporary=True)
-        image.users += 1  # until all have been entered
-        made = []
+        # The one user is this call, until all have been entered: no budget drops the image before.
+        image, made = self._schedule.capture(row, temporary=True, users=1), []
         try:
             for one in controls:
                 made.append(self.restore(image, wait=wait, **(changes | {"sampling": one})))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from dflash_jax.engine.request import FinishReason
+from dflash_jax.engine.request import Embeddings, FinishReason
 from tests.engine import scenes
 from tests.engine.scenes import GREEDY, alone, finish, prompts, sampled
 
@@ -221,3 +221,41 @@ def test_text_that_an_ended_turn_let_out_is_not_said_again_after_a_load(tmp_path
         again = where.restore(image, max_new_tokens=20)
         finish(where)
         assert again.text == said[:20]
+
+
+def test_images_keep_supplied_embeddings_and_the_rotation_behind_them(tmp_path):
+    """A picture of 2 rows and 3 columns, and text in steps of 9: forks, restores, files agree."""
+    places = np.arange(4, 10)
+    line = 9 * np.concatenate([np.arange(4), np.full(6, 4), np.arange(6, 26)])
+    positions = np.stack([line, line, line], axis=1).astype(np.int32)
+    positions[places, 1] += np.arange(6) // 3
+    positions[places, 2] += np.arange(6) % 3
+    given = Embeddings(
+        rows=np.random.default_rng(1).normal(size=(6, 64)).astype(np.float32), index=places,
+        positions=positions, rope_delta=9 * 26 - 30,
+    )
+    engine = scenes.engine()
+    options = {
+        "max_new_tokens": 24, "embeddings": given,
+        "sampling": scenes.SamplingParams(temperature=1.5, seed=2),
+    }
+    whole = engine.wait_for(engine.submit(prompts()[1], **options)).tokens
+    straight = scenes.embeddings(given.rows, places, 30)
+    other = engine.submit(prompts()[1], **(options | {"embeddings": straight}))
+    assert engine.wait_for(other).tokens != whole  # the positions count
+    request = engine.submit(prompts()[1], **options)
+    engine.step()
+    images = [engine.checkpoint(request)]  # in the middle of the prompt
+    while len(request.tokens) < 8:
+        engine.step()
+    images.append(engine.checkpoint(request))
+    (child,) = engine.fork(request)
+    again = [engine.restore(image) for image in images]
+    finish(engine)
+    for index, image in enumerate(images):
+        engine.save(image, tmp_path / str(index))
+        again.append(engine.restore(engine.load(tmp_path / str(index))))
+    finish(engine)
+    for one in (request, child, *again):
+        assert tuple(one.tokens) == whole
+    assert len(engine._store) == 4  # the kept ones and the loaded ones, no turn

@@ -107,6 +107,29 @@ def test_a_sequence_split_across_rounds_ends_the_request(block):
     assert ended.text == decode(ended.tokens)
 
 
+@pytest.mark.parametrize("block", range(1, 4))
+def test_half_a_character_is_no_replacement_character_that_a_stop_could_mean(block):
+    """However the rounds are cut; a whole one in the text is."""
+    going = request(stop_strings=("\N{REPLACEMENT CHARACTER}",))
+    run(going, [A, HALF, REST, B], block)
+    assert (going.text, going.finish_reason) == ("a\N{WINKING FACE}b", None)
+    run(going, [HALF, A], block)
+    assert (going.text, going.finish_reason) == ("a\N{WINKING FACE}b", FinishReason.STOP)
+
+
+def test_tokens_without_a_stop_are_decoded_once_a_round():
+    """The decision of a round is what the device waits for."""
+    calls = []
+
+    def counting(ids):
+        calls.append(ids)
+        return decode(ids)
+
+    going = request(stop_strings=("zz",), stop_sequences=((C, C),), decode=counting)
+    run(going, [A, B, AB, BA] * 3, 4)
+    assert going.text == decode(going.tokens) and len(calls) <= 2 * 3
+
+
 def test_half_a_character_is_held_back_until_it_is_whole():
     going = request()
     run(going, [A, HALF], 1)
@@ -173,6 +196,23 @@ def test_an_eos_id_is_still_an_id_of_the_sequences_of_who_goes_on_behind_it():
     on = ended.continued(1, eos_ids=frozenset())
     run(on, [A, B], 1)
     assert (on.tokens, on.finish_reason) == ([B, EOS, A], FinishReason.STOP)
+
+
+def test_other_stops_hold_back_what_they_must_of_the_text_so_far():
+    going = request(stop_strings=("bc",))
+    run(going, [A, AB], 1)
+    assert (going.text, going.watch.held) == ("aa", "b")
+    on = going.continued(1, stop_strings=("aabb", "bx"), stop_sequences=((AB, A, B),))
+    assert (on.text, on.watch.held) == ("", "aab")
+    run(on, [B], 1)
+    assert (on.text, on.finish_reason) == ("", FinishReason.STOP)
+    on = going.continued(1, stop_strings=(), stop_sequences=((AB, A, B),))
+    assert on.text == "aab"
+    run(on, [A, B], 1)
+    assert (on.text, on.finish_reason) == ("aabab", FinishReason.STOP)
+    for stops in ({"stop_strings": ("ab",)}, {"stop_sequences": ((A, AB),)}):
+        with pytest.raises(ValueError, match="expected none that has come already"):
+            going.continued(1, **stops)
 
 
 def test_without_a_decoder_ids_alone_are_watched():
