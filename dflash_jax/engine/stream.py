@@ -1,4 +1,4 @@
-"""What a request publishes, as an iterator: one that drives the engine, for threads and tasks."""
+"""What a request publishes, as an iterator that drives the engine, for loops and for asyncio."""
 
 import asyncio
 
