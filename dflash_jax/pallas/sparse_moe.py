@@ -18,7 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, dot, gpu_call, load, places, step_within, store
+from dflash_jax.pallas.common import (
+    WHOLE,
+    dot,
+    gpu_call,
+    load,
+    places,
+    shared,
+    step_within,
+    store,
+)
 
 MAX_TOKENS = 128
 
@@ -52,6 +61,7 @@ def supports(tokens: int, hidden: int, inner: int, columns=()) -> bool:
     return 0 < tokens <= MAX_TOKENS and whole
 
 
+@shared("interpret", "tiles")
 def expert_outputs(
     x, experts, gate_up, down, *, interpret: bool, scales=(None, None), tiles=None
 ):
@@ -60,16 +70,17 @@ def expert_outputs(
     Args:
       x: [T, H]. experts: [T, k] int32, distinct within a token.
       gate_up: [E, 2I, H]. down: [E, H, I].
-      scales: of gate_up and of down, None or ([E, out / rows, ceil(in / columns)] fp32, columns).
+      scales: of gate_up and of down, None or a pytree with `values`, [E, out / rows,
+        ceil(in / columns)] fp32, and static `columns`.
     Returns:
       [T, k, H] fp32; the SwiGLU product is rounded to x's dtype.
     """
     (tokens, hidden), k, inner = x.shape, experts.shape[1], down.shape[2]
     rows = max(16, pl.next_power_of_2(tokens))
-    columns = tuple(scale[1] for scale in scales if scale is not None)
+    columns = tuple(scale.columns for scale in scales if scale is not None)
     tiles = tiles or Tiles.of(rows, hidden, inner, columns)
     choices = tokens * k
-    shared = dict(
+    common = dict(
         out_specs=WHOLE, interpret=interpret, num_warps=tiles.num_warps, num_stages=tiles.num_stages
     )
     flat = experts.reshape(-1)
@@ -80,7 +91,7 @@ def expert_outputs(
         out_shape=jax.ShapeDtypeStruct((choices, rows, inner), x.dtype),
         grid=(choices, inner // tiles.inner),
         in_specs=[WHOLE] * (3 + len(values)),
-        **shared,
+        **common,
     )(x, flat, gate_up, *values)
     blocks, values = _blocks(down, scales[1])
     outputs = gpu_call(
@@ -89,7 +100,7 @@ def expert_outputs(
         out_shape=jax.ShapeDtypeStruct((choices, hidden), jnp.float32),
         grid=(choices, hidden // tiles.hidden),
         in_specs=[WHOLE] * (3 + len(values)),
-        **shared,
+        **common,
     )(mixed, flat, down, *values)
     return outputs.reshape(tokens, k, hidden)
 
@@ -98,7 +109,7 @@ def _blocks(matrices, scale):
     """Rows and columns of a block and the operand that holds the scales; None and none if dense."""
     if scale is None:
         return None, ()
-    values, columns = scale
+    values, columns = scale.values, scale.columns
     return (matrices.shape[1] // values.shape[1], columns), (values,)
 
 
