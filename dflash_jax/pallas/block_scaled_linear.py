@@ -10,6 +10,7 @@ multiplied, and the fp32 partial sum is scaled by the block's scale of each matr
 the columns are added outside.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -51,7 +52,9 @@ def supports(tokens: int, dtype, inner: int, columns: int) -> bool:
     return fits and step_within(inner, (columns,), 16) == 16
 
 
-def product(x, kernel, scale, *, columns: int, interpret: bool, tiles=None):
+# A jit of its own: a model calls it in every layer, and lowers it once for each shape.
+@functools.partial(jax.jit, static_argnames=("columns", "interpret", "tiles"))
+def product(x, kernel, scale, *, columns: int, interpret: bool, tiles: Tiles | None = None):
     """x times the transposed matrix.
 
     Args:
