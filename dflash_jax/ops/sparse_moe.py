@@ -95,7 +95,8 @@ def expert_mlp(
     if form != "xla":
         outputs = kernel.expert_outputs(
             x, routing.experts, gate_up, down, interpret=form == "interpret",
-            scales=tuple(scales),
+            scales=tuple(None if scale is None else scale.values for scale in scales),
+            columns=tuple(0 if scale is None else scale.columns for scale in scales),
         )
     elif tokens <= _FEW_TOKENS:
         outputs = _all_tokens_of_active_experts(x, routing.experts, matrices)

@@ -61,7 +61,7 @@ def supports(tokens: int, dtype, inner: int, columns: int) -> bool:
 
 
 @shared("columns", "interpret", "tiles")
-def product(x, kernel, scale, *, columns: int, interpret: bool, tiles=None):
+def product(x, kernel, scale, *, columns: int, interpret: bool, tiles: Tiles | None = None):
     """x times the transposed matrix.
 
     Args:
