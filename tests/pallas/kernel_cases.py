@@ -12,6 +12,7 @@ from dflash_jax.ops import (
     context_kv_materialize,
     dynamic_grouped_conv,
     gated_delta_rule,
+    skinny_linear,
     sliding_window_attention,
     softmax_attention,
     sparse_moe,
@@ -202,6 +203,24 @@ def top(rows, count, k=16):
     )
 
 
+def skinny(op, tokens, rows, width, form, dtype=BF16):
+    x, matrix = shape(tokens, width, dtype=dtype), shape(rows, width, dtype=dtype)
+    if op == "skinny_swiglu":
+        fn = functools.partial(skinny_linear.skinny_swiglu, implementation=form)
+        avals = (x, matrix)
+    else:
+        def fn(x, matrix, residual):
+            return skinny_linear.skinny_linear(
+                x, matrix, dtype, residual=residual, implementation=form
+            )
+
+        avals = (x, matrix, shape(tokens, rows, dtype=dtype))
+    return KernelCase(
+        name=f"{op} {form} T={tokens} {rows} x {width} {dtype.__name__}", fn=fn, avals=avals,
+        kernels=() if form == "mosaic" else (op,), mosaic=form == "mosaic",
+    )
+
+
 CASES = (
     paged(1, 8, 24, 4, 256, 4096), paged(8, 16, 24, 4, 256, 4096),
     paged(1, 32, 16, 2, 256, 131072),
@@ -231,4 +250,13 @@ CASES = (
     head("linear_topk", 3, 1000, 192, "mosaic", F16),
     head("linear_argmax", 15, 248320, 5120, "mosaic"),
     head("linear_argmax", 128, 776, 64, "mosaic"),
+    skinny("skinny_linear", 8, 5120, 17408, "pallas"),
+    skinny("skinny_linear", 120, 16480, 5120, "pallas"),
+    skinny("skinny_linear", 5, 1001, 97, "pallas", F32),
+    skinny("skinny_swiglu", 16, 34816, 5120, "pallas"),
+    skinny("skinny_swiglu", 128, 34816, 5120, "pallas"),
+    skinny("skinny_swiglu", 3, 94, 65, "pallas", F32),
+    skinny("skinny_linear", 8, 5120, 17408, "mosaic"),
+    skinny("skinny_linear", 128, 96, 64, "mosaic", F16),
+    skinny("skinny_swiglu", 120, 34816, 5120, "mosaic"),
 )
