@@ -39,13 +39,15 @@ class Stream:
     @classmethod
     def of(cls, rows: int, width: int, tokens: int, *, tile: int | None = None) -> "Stream":
         """For [tokens, width] times [rows, width]^T; with `tile`, tiles of so many rows, whole."""
+        # Two blocks a processor and long steps measured best where the tiles of x are small.
+        small = tokens <= 32 and width % (2 * _WIDE) == 0
+        step, blocks = (2 * _WIDE, 2) if small else (_WIDE, 1)
+        columns = padded_tokens(tokens)
         count, splits = (tile, 1) if tile else cut(
-            rows, width, padded_tokens(tokens), step=_WIDE, slots=PROCESSORS, tiles=(128, 64)
+            rows, width, columns, step=step, slots=blocks * PROCESSORS, tiles=(128, 64)
         )
-        bytes_a_step = 2 * _WIDE * (count + padded_tokens(tokens))
-        return cls(
-            rows=count, splits=splits, step=_WIDE, stages=min(16, _SHARED // bytes_a_step)
-        )
+        stages = min(16, _SHARED // blocks // (2 * step * (count + columns)))
+        return cls(rows=count, splits=splits, step=step, stages=stages, per_processor=blocks)
 
 
 def supports(tokens: int, matrix) -> bool:

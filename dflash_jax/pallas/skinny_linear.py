@@ -39,7 +39,7 @@ class Tiles:
         return cls(
             tokens=padded, step=32 if wide else 64,
             num_warps=8 if rows * padded > 128 * 64 else 4,
-            num_stages=2 if wide else 5 if padded <= 32 else 4,
+            num_stages=2 if wide else 8 if padded <= 32 else 4,
         )
 
 

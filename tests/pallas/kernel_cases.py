@@ -175,7 +175,10 @@ def convolution(batch, width, hidden, group, taps, dtype=BF16):
             shape(2 * taps * hidden // group, hidden, dtype=dtype),
             shape(batch, width, hidden, dtype=F32),
         ),
-        kernels=("dynamic_grouped_conv_prepare", "dynamic_grouped_conv_finish"),
+        kernels=(
+            "dynamic_grouped_conv_norm", "dynamic_grouped_conv_prepare",
+            "dynamic_grouped_conv_finish",
+        ),
     )
 
 
