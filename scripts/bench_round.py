@@ -6,7 +6,9 @@ Weights, prompt and context are random (never zeros). Acceptance is forced by a 
 mean tau - 1: the decision is overwritten after `speculate`, the work is not. "queued" is the wall
 time of a round when the next one is dispatched without waiting (N is computed on the device),
 "blocking" waits for every round as a host that reads its outputs first does. Both are medians over
-groups of rounds; bytes count each weight once, plus K/V and state.
+groups of rounds; bytes count each weight once, plus K/V and state. `--dtype fp8` stores what
+official FP8 releases store so: layer matrices in blocks of 128 x 128; embedding, head, norms, a and
+b rows and the draft stay as they are.
 """
 
 import argparse
@@ -57,7 +59,8 @@ def main() -> int:
         chunk=args.chunk,
         implementation=args.implementation,
     )
-    models = Models(make_target(), make_draft(), run)
+    target = make_target().with_fp8() if args.dtype == "fp8" else make_target()
+    models = Models(target, make_draft(), run)
     print(f"command: {' '.join(sys.argv)}")
     print(f"device: {jax.devices()[0].device_kind}, jax {jax.__version__}")
     print(config.describe(models.target, models.draft, models.run))
@@ -113,6 +116,8 @@ def _arguments():
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--presence-penalty", type=float, default=1.5)
     parser.add_argument("--implementation", default="auto", help="auto, or xla for XLA alone")
+    parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16",
+                        help="of the target's matrices; fp8 in blocks of 128 x 128")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -10,6 +10,7 @@ from dflash_jax.config import (
     ConvConfig,
     DraftKind,
     DtypePolicy,
+    Fp8Config,
     GdnConfig,
     LayerKind,
     MoeConfig,
@@ -265,3 +266,35 @@ def test_description_shows_causality_of_each_layer():
     assert "  layer 4: sliding_attention, window 4096, causal" in lines
     assert "  layer 5: full_attention, bidirectional" in lines
     assert "K 15, W 16" in text and "public 248077" in text
+
+
+def test_block_scaled_matrices_are_those_that_a_layer_has():
+    config = tiny_target(moe=True).with_fp8(16, 32)
+    assert config.fp8.layers[0] == (
+        "delta_net/in_proj", "delta_net/output",
+        "moe/gate_up", "moe/down", "moe/shared/gate_up", "moe/shared/down",
+    )  # fmt: skip
+    assert config.fp8_block(3, "attention/qgkv") == (16, 32)
+    assert config.fp8_block(3, "delta_net/in_proj") is None
+    assert tiny_target().fp8_block(0, "mlp/down") is None
+    assert "  fp8: 24 matrices in blocks of 16 x 32" in describe(config).splitlines()
+    few = Fp8Config(block_rows=1, block_columns=1, layers=((), (), ("mlp/down",), ()))
+    assert tiny_target(fp8=few).fp8_block(2, "mlp/down") == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"block_rows": 0}, "fp8.block_rows: expected a positive"),
+        ({"block_columns": 1.5}, "fp8.block_columns: expected a positive"),
+        ({"layers": ((),)}, "fp8.layers: expected 4 layers, got 1"),
+        ({"layers": [()] * 4}, "fp8.layers: expected a tuple of names"),
+        ({"layers": ((), (), (), ("delta_net/output",))}, r"fp8.layers\[3\]: expected distinct"),
+        ({"layers": (("mlp/down",) * 2, (), (), ())}, r"fp8.layers\[0\]: expected distinct"),
+        ({"layers": (("embedding",), (), (), ())}, r"fp8.layers\[0\]: expected distinct"),
+    ],
+)
+def test_block_scaled_matrices_that_a_layer_has_not_are_errors(change, fault):
+    fields = dict(block_rows=128, block_columns=128, layers=((),) * 4) | change
+    with pytest.raises(ConfigError, match=fault):
+        tiny_target(fp8=Fp8Config(**fields))

@@ -1,11 +1,12 @@
 """Geometry and run choices as frozen, hashable, validated dataclasses.
 
 Every failed rule raises `ConfigError("field: expected ..., got ...")` before any device work.
-`geometry` holds target and draft, `run` the run choices and dtypes, `pairing` the rules between
-them and `describe`, `presets` the published and tiny geometries (tests and benches only), `folder`
-reads the text and JSON files of a model folder.
+`geometry` holds target and draft, `block_scaled` which matrices are float8, `run` the run choices
+and dtypes, `pairing` the rules between them and `describe`, `presets` the published and tiny
+geometries (tests and benches only), `folder` reads the text and JSON files of a model folder.
 """
 
+from dflash_jax.config.block_scaled import Fp8Config
 from dflash_jax.config.geometry import (
     ConvConfig,
     DraftConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "DraftConfig",
     "DraftKind",
     "DtypePolicy",
+    "Fp8Config",
     "GdnConfig",
     "LayerKind",
     "MoeConfig",

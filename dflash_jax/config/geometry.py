@@ -10,10 +10,18 @@ R selector rank.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 from dataclasses import dataclass
 
+from dflash_jax.config.block_scaled import (
+    DENSE_MATRICES,
+    FULL_MATRICES,
+    LINEAR_MATRICES,
+    MOE_MATRICES,
+    Fp8Config,
+)
 from dflash_jax.config.rules import (
     MAX_INT,
     divides,
@@ -122,6 +130,7 @@ class TargetConfig:
     moe: MoeConfig | None  # exactly one of intermediate and moe is given
     tie_embeddings: bool
     max_positions: int
+    fp8: Fp8Config | None = None  # None: every matrix is dense
 
     def __post_init__(self):
         names = "hidden vocab_rows public_vocab query_heads kv_heads head_dim max_positions"
@@ -144,6 +153,9 @@ class TargetConfig:
             dense = self.intermediate
             require(dense is None, "intermediate", "None beside moe", dense)
         instance("tie_embeddings", self.tie_embeddings, bool)
+        if self.fp8 is not None:
+            instance("fp8", self.fp8, Fp8Config)
+            self.fp8.check(tuple(map(self.scalable, range(self.num_layers))))
 
     def _check_rotation(self):
         """Rotated width even and positive; sections fill it as the interleaved rule assigns."""
@@ -172,6 +184,24 @@ class TargetConfig:
     def linear_layers(self) -> tuple[int, ...]:
         """Ids of the Gated DeltaNet layers, ascending."""
         return _ids_of(self.layer_types, LayerKind.LINEAR)
+
+    def scalable(self, layer: int) -> tuple[str, ...]:
+        """Names of a layer's matrices that may be block-scaled: those of official FP8 releases."""
+        full = self.layer_types[layer] is LayerKind.FULL
+        mixer = FULL_MATRICES if full else LINEAR_MATRICES
+        return mixer + (DENSE_MATRICES if self.moe is None else MOE_MATRICES)
+
+    def fp8_block(self, layer: int, matrix: str) -> tuple[int, int] | None:
+        """Rows and columns of a block of a block-scaled matrix; None for a dense one."""
+        if self.fp8 is None or matrix not in self.fp8.layers[layer]:
+            return None
+        return self.fp8.block_rows, self.fp8.block_columns
+
+    def with_fp8(self, block_rows: int = 128, block_columns: int = 128) -> TargetConfig:
+        """The same geometry with every matrix block-scaled that may be."""
+        layers = tuple(map(self.scalable, range(self.num_layers)))
+        fp8 = Fp8Config(block_rows=block_rows, block_columns=block_columns, layers=layers)
+        return dataclasses.replace(self, fp8=fp8)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,10 @@ def _target_lines(target: TargetConfig) -> list[str]:
             f"  gdn key / value heads {gdn.key_heads} / {gdn.value_heads}, dims {gdn.key_dim} / "
             f"{gdn.value_dim}, conv {gdn.conv_kernel} x {gdn.channels}"
         )
+    if (fp8 := target.fp8) is not None:
+        lines.append(
+            f"  fp8: {fp8.count} matrices in blocks of {fp8.block_rows} x {fp8.block_columns}"
+        )
     if moe is None:
         return [*lines, f"  mlp {target.intermediate}"]
     return [

@@ -33,6 +33,15 @@ class DraftColumns:
     table: jax.Array
 
 
+def block_positions(frontier, width: int, live):
+    """[B, W] int32: F + j, the last live position repeated beyond it (contracts 5.1).
+
+    Args: frontier, live: [B] int32. width: W. Static.
+    """
+    columns = jnp.arange(width, dtype=jnp.int32)
+    return frontier[:, None] + jnp.minimum(columns, jnp.maximum(live - 1, 0)[:, None])
+
+
 class DraftAttention(nn.Module):
     """W_o attention(q, [K_ctx; k], [V_ctx; v]); full-width scalar rotation, plain head norms.
 

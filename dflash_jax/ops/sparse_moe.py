@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from dflash_jax.ops.block_scaled_linear import BlockScale, check_scale, dequantise
 from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.pallas import sparse_moe as kernel
 
@@ -52,22 +53,26 @@ def route(logits, experts_per_token):
     return Routing(experts=experts, weights=jax.nn.softmax(chosen, axis=-1))
 
 
-def expert_mlp(x, routing, gate_up, down, out_dtype, *, implementation="auto"):
+def expert_mlp(
+    x, routing, gate_up, down, out_dtype, *, scales=(None, None), implementation="auto"
+):
     """Applies to every token its experts: y = sum_j w_j * down_e (silu(gate_e x) * up_e x).
 
     Args:
       x:         [T, H] float.
       routing:   Routing of the T tokens.
-      gate_up:   [E, 2I, H], dtype of x; gate rows, then up rows.
-      down:      [E, H, I], dtype of x.
+      gate_up:   [E, 2I, H], dtype of x or float8_e4m3fn; gate rows, then up rows.
+      down:      [E, H, I], dtype of x or float8_e4m3fn.
       out_dtype: dtype of the result.
+      scales:    `BlockScale` of gate_up and of down, None for a dense one.
       implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
     Returns:
       [T, H] out_dtype. A token's result depends on no other token: dead ones may be NaN.
     Numeric: products and sums in fp32 (fp32 operands: no TF32); the SwiGLU product is rounded to
-      the dtype of x; experts are summed best first, in fp32.
+      the dtype of x; experts are summed best first, in fp32. Float8 as in `block_scaled_linear`.
     Memory: fp32 [E, T, max(2I, H)] up to 256 tokens (0.5 GiB for 256 experts, H 2048); beyond it
-      fp32 [T, k, H] and the matrices of 16 experts.
+      fp32 [T, k, H] and the matrices of 16 experts. Float8: also one matrix a multiplied expert in
+      the dtype of x.
     Raises: ValueError for shapes or dtypes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 6.3.6.
     """
@@ -78,50 +83,79 @@ def expert_mlp(x, routing, gate_up, down, out_dtype, *, implementation="auto"):
             f"gate_up, down: expected [E, 2I, {hidden}], [E, {hidden}, I], "
             f"got {gate_up.shape}, {down.shape}"
         )
-    if not x.dtype == gate_up.dtype == down.dtype:
-        raise ValueError(f"x: expected dtype {gate_up.dtype} = {down.dtype}, got {x.dtype}")
+    for name, matrices, scale in (("gate_up", gate_up, scales[0]), ("down", down, scales[1])):
+        if scale is not None:
+            check_scale(matrices, scale)
+        elif matrices.dtype != x.dtype:
+            raise ValueError(f"x: expected dtype {matrices.dtype} of {name}, got {x.dtype}")
     if routing.experts.shape[0] != tokens:
         raise ValueError(f"routing: expected {tokens} tokens, got {routing.experts.shape}")
-    form = _choose(implementation, tokens, hidden, inner)
+    form = _choose(implementation, tokens, hidden, inner, scales)
+    matrices = _Matrices(gate_up=gate_up, down=down, gate_up_scale=scales[0], down_scale=scales[1])
     if form != "xla":
         outputs = kernel.expert_outputs(
-            x, routing.experts, gate_up, down, interpret=form == "interpret"
+            x, routing.experts, gate_up, down, interpret=form == "interpret",
+            scales=tuple(scale and (scale.values, scale.columns) for scale in scales),
         )
     elif tokens <= _FEW_TOKENS:
-        outputs = _all_tokens_of_active_experts(x, routing.experts, gate_up, down)
+        outputs = _all_tokens_of_active_experts(x, routing.experts, matrices)
     else:
-        outputs = _tiles_of_experts(x, routing.experts, gate_up, down)
+        outputs = _tiles_of_experts(x, routing.experts, matrices)
     total = routing.weights[:, 0, None] * outputs[:, 0]
     for choice in range(1, outputs.shape[1]):
         total = total + routing.weights[:, choice, None] * outputs[:, choice]
     return total.astype(out_dtype)
 
 
-def _choose(implementation: str, tokens: int, hidden: int, inner: int) -> str:
-    lacking = None if kernel.supports(tokens, hidden, inner) else (
-        f"at most {kernel.MAX_TOKENS} tokens, and hidden and inner in multiples of 16, got "
-        f"{tokens} tokens, hidden {hidden}, inner {inner}"
+@struct.dataclass(kw_only=True)
+class _Matrices:
+    """Matrices by expert; a scale is None for dense ones."""
+
+    gate_up: jax.Array
+    down: jax.Array
+    gate_up_scale: BlockScale | None
+    down_scale: BlockScale | None
+
+    def of(self, experts, dtype):
+        """(gate_up, down) of some experts in a dtype; None is all of them."""
+        some = self if experts is None else jax.tree.map(lambda leaf: leaf[experts], self)
+        return tuple(
+            matrices if scale is None else dequantise(matrices, scale, dtype)
+            for matrices, scale in (
+                (some.gate_up, some.gate_up_scale), (some.down, some.down_scale)
+            )
+        )
+
+
+def _choose(implementation: str, tokens: int, hidden: int, inner: int, scales) -> str:
+    columns = tuple(scale.columns for scale in scales if scale is not None)
+    lacking = None if kernel.supports(tokens, hidden, inner, columns) else (
+        f"at most {kernel.MAX_TOKENS} tokens, hidden and inner in multiples of 16, and blocks of "
+        f"whole steps; got {tokens} tokens, hidden {hidden}, inner {inner}, block columns {columns}"
     )
-    return choose_form("sparse_moe", implementation, lacking)
+    # Dense experts are as fast in XLA, which cannot read float8 ones without widening them first.
+    return choose_form(
+        "sparse_moe", implementation, lacking, auto_gpu="pallas" if columns else "xla"
+    )
 
 
-def _all_tokens_of_active_experts(x, experts, gate_up, down):
+def _all_tokens_of_active_experts(x, experts, matrices):
     """[T, k, H] fp32 for few tokens: reads an expert once, and only active ones if that is less."""
     tokens, k = experts.shape
-    slot = experts
-    if _COPY_COST * tokens * k <= gate_up.shape[0]:
+    slot, active = experts, None
+    if _COPY_COST * tokens * k <= matrices.gate_up.shape[0]:
         active = jnp.unique(experts, size=tokens * k, fill_value=0)
         slot = jnp.argmax(experts[:, :, None] == active, axis=-1)
-        gate_up, down = gate_up[active], down[active]
+    gate_up, down = matrices.of(active, x.dtype)
     rows = jnp.broadcast_to(x, (gate_up.shape[0], *x.shape))
     outputs = _swiglu(rows, gate_up, down)
     return outputs[slot, jnp.arange(tokens)[:, None]]
 
 
-def _tiles_of_experts(x, experts, gate_up, down):
+def _tiles_of_experts(x, experts, matrices):
     """[T, k, H] fp32 for many tokens: tiles of assignments that share an expert."""
     tokens, k = experts.shape
-    num_experts, assignments = gate_up.shape[0], tokens * k
+    num_experts, assignments = matrices.gate_up.shape[0], tokens * k
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     counts = jnp.bincount(flat, length=num_experts).astype(jnp.int32)
@@ -137,7 +171,7 @@ def _tiles_of_experts(x, experts, gate_up, down):
         place = place[:, None] + jnp.arange(_TILE_ROWS, dtype=jnp.int32)
         live = (place < end[expert][:, None]) & (tile < tile_end[-1])[:, None]
         assignment = order[jnp.minimum(place, assignments - 1)]
-        result = _swiglu(x[assignment // k], gate_up[expert], down[expert])
+        result = _swiglu(x[assignment // k], *matrices.of(expert, x.dtype))
         target = jnp.where(live, assignment, assignments)
         return outputs.at[target].set(result, mode="drop"), None
 

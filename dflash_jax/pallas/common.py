@@ -52,12 +52,35 @@ def dot(left, right):
     )
 
 
-def places(rows, columns):
-    """Two index arrays [rows, columns]: the entries of a rectangle of a matrix."""
-    shape = (rows.shape[0], columns.shape[0])
-    return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
+def dot_three_passes(left, right):
+    """fp32 [m, k] times fp32 [k, n] on the tensor cores: three TF32 products, about fp32's
+    accuracy. The operands are split in registers; a CPU has no such product (interpret mode)."""
+    return lax.dot_general(
+        left, right, (((1,), (0,)), ((), ())),
+        precision=lax.DotAlgorithmPreset.TF32_TF32_F32_X3, preferred_element_type=jnp.float32,
+    )
 
 
 def is_power_of_two(number: int) -> bool:
     """Whether a kernel array may have this extent."""
     return number > 0 and number & (number - 1) == 0
+
+
+def step_within(width: int, columns, most: int) -> int:
+    """The largest power of two, at most `most`, in whose steps one goes over `width` entries
+    without leaving a block inside a step; `columns`: of the blocks, which may be wider."""
+    for count in columns:
+        width |= count if count < width else 0
+    return min(most, width & -width)
+
+
+def broadcast(*indices):
+    """Scalars and index arrays of one rank, as the arrays of one shape that a load takes."""
+    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in indices))
+    return tuple(jnp.broadcast_to(i, shape) for i in indices)
+
+
+def places(rows, columns):
+    """Two index arrays [rows, columns] of a rectangle of entries."""
+    shape = (rows.shape[0], columns.shape[0])
+    return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)

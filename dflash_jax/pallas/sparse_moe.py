@@ -1,12 +1,14 @@
 """The experts of a few tokens, every active expert read once.
 
 Implements: ops/sparse_moe.py, the expert outputs of `expert_mlp`.
-Matches when: at most 128 tokens; hidden and inner are multiples of 16.
+Matches when: at most 128 tokens; hidden and inner are multiples of 16, and float8 blocks have
+columns in multiples of 16, or one block a row.
 
 A grid row belongs to one choice (token, rank). It works for its expert if no earlier choice names
 the same one, and ends at once otherwise: no sort, no list of active experts. All tokens are the
 rows of its products; a row counts where its token chose the expert. Two launches: gate and up with
-SwiGLU into [choices, tokens, inner], then down into the rows [token, rank] of the result.
+SwiGLU into [choices, tokens, inner], then down into the rows [token, rank] of the result. Float8
+values become x's dtype in registers, and the fp32 sum over each block is scaled.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, dot, gpu_call, load, store
+from dflash_jax.pallas.common import WHOLE, dot, gpu_call, load, places, step_within, store
 
 MAX_TOKENS = 128
 
@@ -33,58 +35,91 @@ class Tiles:
     num_stages: int = 4
 
     @classmethod
-    def of(cls, rows: int, hidden: int, inner: int) -> "Tiles":
-        """For `rows` tokens of width `hidden` and experts of width `inner`."""
+    def of(cls, rows: int, hidden: int, inner: int, columns=()) -> "Tiles":
+        """For `rows` tokens of width `hidden`, experts of width `inner`, and the columns of a block
+        of those matrices that have blocks."""
         longest = 128 if rows <= 32 else 64
         return cls(
-            inner=_divisor(inner, 32), hidden=_divisor(hidden, 128),
-            inner_step=_divisor(inner, longest), hidden_step=_divisor(hidden, longest),
+            inner=step_within(inner, (), 32), hidden=step_within(hidden, (), 128),
+            inner_step=step_within(inner, columns, longest),
+            hidden_step=step_within(hidden, columns, longest),
         )
 
 
-def supports(tokens: int, hidden: int, inner: int) -> bool:
-    """Whether the kernels take these sizes."""
-    return 0 < tokens <= MAX_TOKENS and hidden % 16 == 0 and inner % 16 == 0
+def supports(tokens: int, hidden: int, inner: int, columns=()) -> bool:
+    """Whether the kernels take these sizes; `columns` of a block where there are blocks."""
+    whole = all(step_within(width, columns, 16) == 16 for width in (hidden, inner))
+    return 0 < tokens <= MAX_TOKENS and whole
 
 
-def expert_outputs(x, experts, gate_up, down, *, interpret: bool, tiles=None):
+def expert_outputs(
+    x, experts, gate_up, down, *, interpret: bool, scales=(None, None), tiles=None
+):
     """What every chosen expert makes of its token.
 
     Args:
       x: [T, H]. experts: [T, k] int32, distinct within a token.
       gate_up: [E, 2I, H]. down: [E, H, I].
+      scales: of gate_up and of down, None or ([E, out / rows, ceil(in / columns)] fp32, columns).
     Returns:
       [T, k, H] fp32; the SwiGLU product is rounded to x's dtype.
     """
     (tokens, hidden), k, inner = x.shape, experts.shape[1], down.shape[2]
     rows = max(16, pl.next_power_of_2(tokens))
-    tiles = tiles or Tiles.of(rows, hidden, inner)
+    columns = tuple(scale[1] for scale in scales if scale is not None)
+    tiles = tiles or Tiles.of(rows, hidden, inner, columns)
     choices = tokens * k
-    shared = dict(interpret=interpret, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    shared = dict(
+        out_specs=WHOLE, interpret=interpret, num_warps=tiles.num_warps, num_stages=tiles.num_stages
+    )
     flat = experts.reshape(-1)
+    blocks, values = _blocks(gate_up, scales[0])
     mixed = gpu_call(
-        _gate_up_kernel(tiles, rows, tokens, inner),
+        _gate_up_kernel(tiles, rows, tokens, inner, blocks),
         name="sparse_moe_gate_up",
         out_shape=jax.ShapeDtypeStruct((choices, rows, inner), x.dtype),
         grid=(choices, inner // tiles.inner),
-        in_specs=[WHOLE] * 3,
-        out_specs=WHOLE,
+        in_specs=[WHOLE] * (3 + len(values)),
         **shared,
-    )(x, flat, gate_up)
+    )(x, flat, gate_up, *values)
+    blocks, values = _blocks(down, scales[1])
     outputs = gpu_call(
-        _down_kernel(tiles, rows, tokens, k),
+        _down_kernel(tiles, rows, tokens, k, blocks),
         name="sparse_moe_down",
         out_shape=jax.ShapeDtypeStruct((choices, hidden), jnp.float32),
         grid=(choices, hidden // tiles.hidden),
-        in_specs=[WHOLE] * 3,
-        out_specs=WHOLE,
+        in_specs=[WHOLE] * (3 + len(values)),
         **shared,
-    )(mixed, flat, down)
+    )(mixed, flat, down, *values)
     return outputs.reshape(tokens, k, hidden)
 
 
-def _gate_up_kernel(tiles: Tiles, rows: int, tokens: int, inner: int):
-    def kernel(x, experts, gate_up, out):
+def _blocks(matrices, scale):
+    """Rows and columns of a block and the operand that holds the scales; None and none if dense."""
+    if scale is None:
+        return None, ()
+    values, columns = scale
+    return (matrices.shape[1] // values.shape[1], columns), (values,)
+
+
+def _product(left, matrices, scale, blocks, at):
+    """left [m, step] times an expert's matrix rows, transposed: [m, rows] fp32.
+
+    at: the expert, the first row, the number of rows, the first column.
+    """
+    expert, first, count, column = at
+    right = matrices[expert, pl.ds(first, count), pl.ds(column, left.shape[1])]
+    if blocks is None:
+        return dot(left, right.T)
+    row = (first + jnp.arange(count, dtype=jnp.int32)) // blocks[0]
+    expert, column = (jnp.broadcast_to(i, row.shape) for i in (expert, column // blocks[1]))
+    factor = load(scale[0].at[expert, row, column])
+    return dot(left, right.astype(left.dtype).T) * factor[None, :]
+
+
+def _gate_up_kernel(tiles: Tiles, rows: int, tokens: int, inner: int, blocks):
+    def kernel(x, experts, gate_up, *scale_and_out):
+        *scale, out = scale_and_out
         choice, block = pl.program_id(0), pl.program_id(1)
         expert = experts[choice]
         token = jnp.arange(rows, dtype=jnp.int32)
@@ -94,14 +129,14 @@ def _gate_up_kernel(tiles: Tiles, rows: int, tokens: int, inner: int):
         def _():
             def step(index, sums):
                 first = index * tiles.hidden_step
-                at = _places(token, first + columns)
+                at = places(token, first + columns)
                 part = load(x.at[at], mask=at[0] < tokens, other=0.0)
-                place = pl.ds(first, tiles.hidden_step)
+                starts = (start + block * tiles.inner for start in (0, inner))
                 gate, up = (
-                    gate_up[expert, pl.ds(start + block * tiles.inner, tiles.inner), place]
-                    for start in (0, inner)
+                    _product(part, gate_up, scale, blocks, (expert, start, tiles.inner, first))
+                    for start in starts
                 )
-                return sums[0] + dot(part, gate.T), sums[1] + dot(part, up.T)
+                return sums[0] + gate, sums[1] + up
 
             empty = jnp.zeros((rows, tiles.inner), jnp.float32)
             steps = x.shape[1] // tiles.hidden_step
@@ -112,10 +147,11 @@ def _gate_up_kernel(tiles: Tiles, rows: int, tokens: int, inner: int):
     return kernel
 
 
-def _down_kernel(tiles: Tiles, rows: int, tokens: int, k: int):
+def _down_kernel(tiles: Tiles, rows: int, tokens: int, k: int, blocks):
     wide = pl.next_power_of_2(k)
 
-    def kernel(mixed, experts, down, out):
+    def kernel(mixed, experts, down, *scale_and_out):
+        *scale, out = scale_and_out
         choice, block = pl.program_id(0), pl.program_id(1)
         expert = experts[choice]
         token = jnp.arange(rows, dtype=jnp.int32)
@@ -124,9 +160,10 @@ def _down_kernel(tiles: Tiles, rows: int, tokens: int, k: int):
         @pl.when(_is_first(experts, choice, expert))
         def _():
             def step(index, total):
-                place = pl.ds(index * tiles.inner_step, tiles.inner_step)
-                kernel_rows = pl.ds(block * tiles.hidden, tiles.hidden)
-                return total + dot(mixed[choice, :, place], down[expert, kernel_rows, place].T)
+                first = index * tiles.inner_step
+                at = expert, block * tiles.hidden, tiles.hidden, first
+                part = mixed[choice, :, pl.ds(first, tiles.inner_step)]
+                return total + _product(part, down, scale, blocks, at)
 
             steps = mixed.shape[2] // tiles.inner_step
             empty = jnp.zeros((rows, tiles.hidden), jnp.float32)
@@ -138,15 +175,9 @@ def _down_kernel(tiles: Tiles, rows: int, tokens: int, k: int):
             takes = jnp.sum(named.astype(jnp.int32), axis=1) > 0
             column = block * tiles.hidden + jnp.arange(tiles.hidden, dtype=jnp.int32)
             mask = jnp.broadcast_to(takes[:, None], total.shape)
-            store(out.at[_places(row, column)], total, mask=mask)
+            store(out.at[places(row, column)], total, mask=mask)
 
     return kernel
-
-
-def _places(rows, columns):
-    """Two index arrays [rows, columns] of a rectangle of entries."""
-    shape = (rows.shape[0], columns.shape[0])
-    return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
 
 
 def _is_first(experts, choice, expert):
@@ -155,8 +186,3 @@ def _is_first(experts, choice, expert):
     index = jnp.arange(max(16, pl.next_power_of_2(count)), dtype=jnp.int32)
     others = load(experts.at[index], mask=index < jnp.minimum(choice, count), other=-1)
     return jnp.sum((others == expert).astype(jnp.int32)) == 0
-
-
-def _divisor(number: int, most: int) -> int:
-    """The largest power of two that divides a number, at most `most`."""
-    return min(most, number & -number)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from dflash_jax.config import DraftKind
 from dflash_jax.draft import DraftColumns
-from dflash_jax.layers import matrix_init
+from dflash_jax.layers import matrix_init, scale_init
 from dflash_jax.steps.models import Models, Params
 from dflash_jax.target import TargetColumns
 
@@ -95,6 +95,8 @@ def _kind(names: list[str]) -> str:
     last = names[-1]
     if last in ("A_log", "dt_bias", "token_ids", "base"):
         return last
+    if last.endswith("scale"):
+        return "block scale"
     if last not in ("weight", "key_norm"):
         return "matrix"
     # Target norms scale by 1 + weight, except the output norm of the delta net.
@@ -105,6 +107,8 @@ def _kind(names: list[str]) -> str:
 def _draw(key, kind: str, shape, dtype):
     if kind == "matrix":
         return matrix_init(key, shape, dtype)
+    if kind == "block scale":
+        return scale_init(key, shape, dtype)
     if kind == "token_ids":
         return jnp.arange(*shape, dtype=dtype)
     noise = 0.1 * jax.random.normal(key, shape, jnp.float32)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from dflash_jax.config import DraftKind
-from dflash_jax.draft import DraftColumns
+from dflash_jax.draft import DraftColumns, block_positions
 from dflash_jax.ops.candidate_selector import conditional_walk
 from dflash_jax.sampling.params import SamplingArrays
 from dflash_jax.state.decode import DecodeState, Rows
@@ -35,7 +35,7 @@ def propose(
         return _chain(alone, jnp.zeros((len(alone), 0, 1), jnp.float32))
     tokens = masked_block(models, sequence.anchor)
     columns = DraftColumns(
-        positions=_positions(sequence.frontier, tokens.shape[1], extent.draft_columns),
+        positions=block_positions(sequence.frontier, tokens.shape[1], extent.draft_columns),
         frontier=sequence.frontier,
         live=extent.draft_columns,
         slot=rows.write_slot,
@@ -73,12 +73,6 @@ def masked_block(models: Models, anchor):
     batch = anchor.shape[0]
     masks = jnp.full((batch, models.run.draft_tokens), models.draft.mask_token_id, jnp.int32)
     return jnp.concatenate([anchor[:, None], masks], axis=1)
-
-
-def _positions(frontier, width: int, live):
-    """F + j, the last live position repeated beyond it (contracts 5.1)."""
-    columns = jnp.arange(width, dtype=jnp.int32)
-    return frontier[:, None] + jnp.minimum(columns, jnp.maximum(live - 1, 0)[:, None])
 
 
 def _chain(tokens, q, candidates=None) -> Proposal:

@@ -1,7 +1,5 @@
 """Gated full attention of the target: partial three-axis rotation, paged context, output gate."""
 
-import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from dflash_jax.config import DtypePolicy, TargetConfig
@@ -19,6 +17,7 @@ class GatedAttention(nn.Module):
 
     config: TargetConfig
     dtypes: DtypePolicy
+    layer: int
     implementation: str = "auto"
 
     def setup(self):
@@ -29,10 +28,13 @@ class GatedAttention(nn.Module):
             segments=(("query", query), ("gate", query), ("key", rows), ("value", rows)),
             inputs=config.hidden,
             param_dtype=param,
+            block=config.fp8_block(self.layer, "attention/qgkv"),
+            piece=config.head_dim,
         )
         self.query_norm = RMSNorm(config.head_dim, config.norm_eps, offset=True)
         self.key_norm = RMSNorm(config.head_dim, config.norm_eps, offset=True)
-        self.output = Linear(config.hidden, query, param)
+        block = config.fp8_block(self.layer, "attention/output")
+        self.output = Linear(config.hidden, query, param, block)
 
     def __call__(self, x, columns, pages, *, prefill: bool):
         """Attends the block's columns to the committed context and to one another.
@@ -47,7 +49,8 @@ class GatedAttention(nn.Module):
           store them: the block is attended in that form, so a write first would change nothing.
         """
         config, dtype = self.config, self.dtypes.activation_dtype
-        parts = self.qgkv(x, dtype)
+        implementation = "xla" if prefill else self.implementation
+        parts = self.qgkv(x, dtype, implementation)
         query, key, value = (
             parts[name].reshape(*x.shape[:2], -1, config.head_dim)
             for name in ("query", "key", "value")
@@ -58,11 +61,10 @@ class GatedAttention(nn.Module):
         mixed = softmax_attention(
             query, key, value, pages.key, pages.value, columns.table, columns.frontier,
             columns.live, block_mask=columns.block_mask, scale=config.head_dim**-0.5,
-            implementation="xla" if prefill else self.implementation,
+            gate=parts["gate"].reshape(query.shape), implementation=implementation,
         )
-        gate = jax.nn.sigmoid(parts["gate"].astype(jnp.float32))
-        mixed = mixed.reshape(gate.shape).astype(jnp.float32) * gate
-        return self.output(mixed.astype(dtype), dtype), (key, value)
+        mixed = mixed.reshape(*x.shape[:2], -1)
+        return self.output(mixed, dtype, implementation), (key, value)
 
     def _rotate(self, x, columns):
         rope = self.config.rope

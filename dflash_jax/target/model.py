@@ -6,6 +6,7 @@ from flax import linen as nn
 from flax import struct
 
 from dflash_jax.config import DtypePolicy, LayerKind, TargetConfig
+from dflash_jax.config.block_scaled import DENSE_MATRICES
 from dflash_jax.layers import RMSNorm, SwiGlu, matrix_init
 from dflash_jax.ops.linear import linear
 from dflash_jax.ops.softmax_attention import ancestor_mask
@@ -82,21 +83,25 @@ class TargetBlock(nn.Module):
 
     config: TargetConfig
     dtypes: DtypePolicy
-    kind: LayerKind
+    layer: int
     implementation: str
 
     def setup(self):
-        config = self.config
+        config, place = self.config, (self.config, self.dtypes, self.layer, self.implementation)
+        self.kind = config.layer_types[self.layer]
         self.input_norm = RMSNorm(config.hidden, config.norm_eps, offset=True)
         self.post_norm = RMSNorm(config.hidden, config.norm_eps, offset=True)
         if self.kind == LayerKind.FULL:
-            self.attention = GatedAttention(config, self.dtypes, self.implementation)
+            self.attention = GatedAttention(*place)
         else:
-            self.delta_net = GatedDeltaNet(config, self.dtypes, self.implementation)
+            self.delta_net = GatedDeltaNet(*place)
         if config.moe is not None:
-            self.moe = SparseMoe(config, self.dtypes, self.implementation)
+            self.moe = SparseMoe(*place)
         else:
-            self.mlp = SwiGlu(config.hidden, config.intermediate, self.dtypes.param_dtype)
+            blocks = tuple(config.fp8_block(self.layer, name) for name in DENSE_MATRICES)
+            self.mlp = SwiGlu(
+                config.hidden, config.intermediate, self.dtypes.param_dtype, blocks=blocks
+            )
 
     def __call__(self, x, columns: TargetColumns, memory, *, records: bool):
         """x and this layer's `KVPages` or `GdnState` -> x and its rows, records or new image."""
@@ -111,7 +116,8 @@ class TargetBlock(nn.Module):
         x = x + mixed
         normed = self.post_norm(x).astype(dtype)
         if self.config.moe is None:
-            return x + self.mlp(normed, dtype), kept
+            implementation = self.implementation if records else "xla"
+            return x + self.mlp(normed, dtype, implementation), kept
         return x + self.moe(normed, prefill=not records), kept
 
 
@@ -133,8 +139,8 @@ class Target(nn.Module):
         if not config.tie_embeddings:
             self.head = self.param("head", matrix_init, matrix, param)
         self.layers = [
-            TargetBlock(config, self.dtypes, kind, self.implementation)
-            for kind in config.layer_types
+            TargetBlock(config, self.dtypes, layer, self.implementation)
+            for layer in range(config.num_layers)
         ]
         self.final_norm = RMSNorm(config.hidden, config.norm_eps, offset=True)
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from dflash_jax.config import DtypePolicy, TargetConfig
-from dflash_jax.layers import FusedLinear, SwiGlu, matrix_init
+from dflash_jax.layers import FP8, FusedLinear, SwiGlu, matrix_init, scale_init, scale_shape
+from dflash_jax.ops.block_scaled_linear import BlockScale
 from dflash_jax.ops.sparse_moe import expert_mlp, route
 
 
@@ -18,6 +19,7 @@ class SparseMoe(nn.Module):
 
     config: TargetConfig
     dtypes: DtypePolicy
+    layer: int
     implementation: str = "auto"
 
     def setup(self):
@@ -25,21 +27,37 @@ class SparseMoe(nn.Module):
         self.router = FusedLinear(
             segments=(("experts", moe.num_experts), ("shared", 1)), inputs=hidden, param_dtype=param
         )
-        gate_up = (moe.num_experts, 2 * moe.intermediate, hidden)
-        down = (moe.num_experts, hidden, moe.intermediate)
-        self.gate_up = self.param("gate_up", matrix_init, gate_up, param)
-        self.down = self.param("down", matrix_init, down, param)
-        self.shared = SwiGlu(hidden, moe.shared_intermediate, param)
+        self.gate_up, self.gate_up_scale = self._experts("gate_up", 2 * moe.intermediate, hidden)
+        self.down, self.down_scale = self._experts("down", hidden, moe.intermediate)
+        blocks = (self._block("shared/gate_up"), self._block("shared/down"))
+        self.shared = SwiGlu(hidden, moe.shared_intermediate, param, blocks=blocks)
 
     def __call__(self, x, *, prefill: bool):
         """[B, W, H] normed -> [B, W, H]; a chunk of a prompt has no kernel."""
         dtype = self.dtypes.activation_dtype
+        implementation = "xla" if prefill else self.implementation
         tokens = x.reshape(-1, x.shape[-1])
         scores = self.router(tokens, jnp.float32)
         routing = route(scores["experts"], self.config.moe.experts_per_token)
         routed = expert_mlp(
             tokens, routing, self.gate_up, self.down, jnp.float32,
-            implementation="xla" if prefill else self.implementation,
+            scales=(self.gate_up_scale, self.down_scale), implementation=implementation,
         )
-        shared = self.shared(tokens, jnp.float32) * jax.nn.sigmoid(scores["shared"])
+        shared = self.shared(tokens, jnp.float32, implementation)
+        shared = shared * jax.nn.sigmoid(scores["shared"])
         return (routed + shared).astype(dtype).reshape(x.shape)
+
+    def _block(self, name):
+        return self.config.fp8_block(self.layer, f"moe/{name}")
+
+    def _experts(self, name, rows, inputs):
+        """The matrices of all experts and, if they are block-scaled, their scales; else None."""
+        block, lead = self._block(name), (self.config.moe.num_experts,)
+        shape = (*lead, rows, inputs)
+        if block is None:
+            return self.param(name, matrix_init, shape, self.dtypes.param_dtype), None
+        # Gate and up rows may come from tensors of their own.
+        piece = self.config.moe.intermediate if name == "gate_up" else rows
+        scales = (*lead, *scale_shape(rows, inputs, block, piece))
+        scale = self.param(f"{name}_scale", scale_init, scales, jnp.float32)
+        return self.param(name, matrix_init, shape, FP8), BlockScale(scale, block[1])

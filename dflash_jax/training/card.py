@@ -25,7 +25,8 @@ itself wrote behind training prompts ({heats}).
 
 On {device}: target {target_steps} steps, drafts {dflash_steps} and {dflash2_steps} steps, AdamW
 with warm-up and cosine, gradient clipping; blocks of an anchor and {draft_tokens} masks at random
-anchors, cross-entropy on the token at each mask's position weighted by exp(-i / {gamma}), for
+anchors (a share {shorter} of the DFlash draft's with fewer masks, as at the end of a budget),
+cross-entropy on the token at each mask's position weighted by exp(-i / {gamma}), for
 DFlash2 the same over the selector's candidates behind the true predecessor. Losses are in
 `report.json`. Seconds of each stage:
 
@@ -71,6 +72,7 @@ def model_card(report: dict) -> str:
         command=report["command"], device=report["device"], measured=report["measured"],
         seconds=", ".join(f"{name} {value:g}" for name, value in report["seconds"].items()),
         draft_tokens=len(acceptance["conditional"]), gamma=recipe["gamma"],
+        shorter=recipe["shorter"],
         recipe=json.dumps(recipe), prompts=acceptance["prompts"], prompt=recipe["prompt"],
         new_tokens=acceptance["new_tokens"], prompt_file="held_out_prompts.json",
         rows="\n".join(_rows(report["dflash"], report["dflash2"])),

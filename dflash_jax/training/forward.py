@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.config import DraftConfig, DtypePolicy, LayerKind, TargetConfig
-from dflash_jax.draft import DraftColumns, build_draft
+from dflash_jax.draft import DraftColumns, block_positions, build_draft
 from dflash_jax.ops.linear import linear
 from dflash_jax.state.draft_context import DraftContext
 from dflash_jax.state.gdn import GdnState
@@ -72,7 +72,7 @@ def target_logits(config: TargetConfig, params, hidden):
 
 def draft_forward(
     config: DraftConfig, dtypes: DtypePolicy, params, embedding, tokens, features, anchors, *,
-    draft_tokens: int,
+    draft_tokens: int, proposals=None,
 ):
     """All blocks of a batch of sequences through the draft.
 
@@ -83,6 +83,8 @@ def draft_forward(
       features: [N, T, n_tap * H], captured by the target at every position.
       anchors: [N, A] int32, F of each block, 0..T-1.
       draft_tokens: K, masks per block. Static.
+      proposals: [N, A] int32, P of each block, 1..K: its masks beyond P do not exist, as in a
+        DFlash round of that P. None: all K.
     Returns:
       [N, A, K, H] final-normed mask columns, as `propose` computes them for the same context.
     Raises: ValueError for shapes.
@@ -100,12 +102,13 @@ def draft_forward(
         for key, value in module.apply(variables, features, position, method="context_kv")
     ]
     frontier = anchors.reshape(-1)
+    live = jnp.full_like(frontier, width) if proposals is None else 1 + proposals.reshape(-1)
     masks = jnp.full((count * anchors.shape[1], draft_tokens), config.mask_token_id, jnp.int32)
     first = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1, 1)
     columns = DraftColumns(
-        positions=frontier[:, None] + jnp.arange(width, dtype=jnp.int32),
+        positions=block_positions(frontier, width, live),
         frontier=frontier,
-        live=jnp.full_like(frontier, width),
+        live=live,
         slot=jnp.zeros_like(frontier),
         table=jnp.zeros((len(frontier), 0), jnp.int32),
     )
@@ -147,6 +150,13 @@ def block_labels(tokens, anchors, draft_tokens: int):
     index = anchors[:, :, None] + offsets
     taken = jnp.take_along_axis(tokens, index.reshape(len(tokens), -1), axis=1)
     return taken.reshape(index.shape)
+
+
+def random_proposals(key, shape: tuple[int, ...], draft_tokens: int, shorter: float):
+    """[...] int32 in 1..K: K, or with probability `shorter` one of 1..K-1 drawn evenly."""
+    choice, length = jax.random.split(key)
+    drawn = jax.random.randint(length, shape, 1, max(draft_tokens, 2), jnp.int32)
+    return jnp.where(jax.random.uniform(choice, shape) < shorter, drawn, draft_tokens)
 
 
 def random_anchors(key, sequences: int, blocks: int, first: int, last: int):

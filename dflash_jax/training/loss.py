@@ -47,7 +47,7 @@ def position_weights(draft_tokens: int, gamma: float):
 
 
 def draft_loss(
-    config: DraftConfig, params, head, hidden, anchor_tokens, labels, *,
+    config: DraftConfig, params, head, hidden, anchor_tokens, labels, proposals, *,
     public_vocab: int, gamma: float, selector_weight: float,
 ) -> DraftLoss:
     """Loss of mask columns [N, A, K, H].
@@ -56,18 +56,20 @@ def draft_loss(
       params: the draft's variables.
       head: [V, H], the target's frozen head, dtype of hidden.
       anchor_tokens: [N, A] int32. labels: [N, A, K] int32 (`block_labels`).
+      proposals: [N, A] int32, masks of each block that exist; the others count nowhere.
       public_vocab: V_pub; reserved rows are no choice, as at inference. Static.
     Returns:
       `DraftLoss`.
     """
-    weights = position_weights(labels.shape[-1], gamma)
+    exists = jnp.arange(labels.shape[-1]) < proposals[..., None]
+    weights = jnp.where(exists, position_weights(labels.shape[-1], gamma), 0.0)
     scores = public_scores(linear(hidden, head, jnp.float32), public_vocab)
     head_loss = _weighted(cross_entropy(scores, labels), weights)
     if config.kind is DraftKind.DFLASH:
-        correct = jnp.argmax(scores, axis=-1) == labels
+        correct = exists & (jnp.argmax(scores, axis=-1) == labels)
         return DraftLoss(
             total=head_loss, head=head_loss, selector=jnp.zeros((), jnp.float32),
-            tokens_per_round=_prefix(correct), recall=jnp.mean(correct, axis=(0, 1)),
+            tokens_per_round=_prefix(correct), recall=_share(correct, exists),
         )
     before = jnp.concatenate([anchor_tokens[..., None], labels[..., :-1]], axis=-1)
     ids, edges = walk_scores(config, params, hidden, scores, before)
@@ -77,10 +79,10 @@ def draft_loss(
     # A label outside the candidates leaves nothing to select: those masks carry no selector loss.
     losses = jnp.where(found, cross_entropy(edges, rank), 0.0)
     selector_loss = _weighted(losses, weights)
-    correct = found & (jnp.argmax(edges, axis=-1) == rank)
+    correct = exists & found & (jnp.argmax(edges, axis=-1) == rank)
     return DraftLoss(
         total=head_loss + selector_weight * selector_loss, head=head_loss, selector=selector_loss,
-        tokens_per_round=_prefix(correct), recall=jnp.mean(found, axis=(0, 1)),
+        tokens_per_round=_prefix(correct), recall=_share(found, exists),
     )
 
 
@@ -118,8 +120,14 @@ def cross_entropy(scores, labels):
 
 
 def _weighted(losses, weights):
-    """Mean over blocks of the weighted mean over masks."""
-    return jnp.mean(losses @ weights) / jnp.sum(weights)
+    """Mean over the masks of all blocks, by weight."""
+    return jnp.sum(losses * weights) / jnp.sum(weights)
+
+
+def _share(hits, exists):
+    """[N, A, K] booleans -> [K], the share of existing masks that are hits."""
+    there = jnp.sum(exists, axis=(0, 1))
+    return jnp.sum(hits & exists, axis=(0, 1)) / jnp.maximum(there, 1)
 
 
 def _prefix(correct):

@@ -101,6 +101,7 @@ class Recipe:
     prompt, new_tokens: lengths of the sequences that the target writes for its drafts.
     temperatures: one per batch of such sequences. sequences: sequences per batch.
     draft_batch, blocks: sequences per step of a draft, anchors in each.
+    shorter: share of a DFlash draft's blocks with fewer masks than K.
     held_out_prompts, held_out_tokens: of the validation; prompts have `prompt` tokens.
     """
 
@@ -111,12 +112,13 @@ class Recipe:
     target_length: int = 512
     prompt: int = 64
     new_tokens: int = 192
-    temperatures: tuple[float, ...] = (0.0, 0.0, 1.0) * 2
+    temperatures: tuple[float, ...] = (0.0, 0.0, 1.0) * 6
     sequences: int = 4096
     capture_batch: int = 256
     draft_batch: int = 64
     blocks: int = 24
     gamma: float = 4.0
+    shorter: float = 0.25
     held_out_prompts: int = 128
     held_out_tokens: int = 128
     seed: int = 0
@@ -134,6 +136,7 @@ class Recipe:
         return DraftObjective(
             target=target, draft=draft, dtypes=self.dtypes, draft_tokens=DRAFT_TOKENS,
             batch=self.draft_batch, blocks=self.blocks, prompt=self.prompt, gamma=self.gamma,
+            shorter=self.shorter,
         )
 
     def writer(self, config: TargetConfig) -> Models:

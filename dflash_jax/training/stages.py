@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.config import DraftConfig, DtypePolicy, TargetConfig, check_pair
+from dflash_jax.config import DraftConfig, DraftKind, DtypePolicy, TargetConfig, check_pair
 from dflash_jax.training.fit import FitConfig, FitResult, fit
 from dflash_jax.training.forward import (
     block_labels,
     draft_forward,
     random_anchors,
+    random_proposals,
     target_forward,
     target_logits,
 )
@@ -51,6 +52,9 @@ class DraftObjective:
     draft_tokens: K. batch, blocks: sequences per step, anchors in each.
     prompt: positions that the target did not write; anchors come after them.
     gamma: positions over which the weight of a mask falls by e.
+    shorter: share of a DFlash draft's blocks that have fewer masks than K. Its block has as many
+      as may be verified (contracts 5.1), fewer at the end of a text; a draft that never saw such a
+      block may propose nothing useful there. A DFlash2 block always has K.
     """
 
     target: TargetConfig
@@ -62,26 +66,31 @@ class DraftObjective:
     prompt: int
     gamma: float
     selector_weight: float = 1.0
+    shorter: float = 0.25
 
     def __post_init__(self):
         check_pair(self.target, self.draft)
 
     def __call__(self, master, data, key):
         """data: of `draft_data`."""
-        row_key, anchor_key = jax.random.split(key)
+        row_key, anchor_key, shorter_key = jax.random.split(key, 3)
         row = jax.random.randint(row_key, (self.batch,), 0, len(data["tokens"]))
         tokens, features = data["tokens"][row], data["features"][row]
         last = tokens.shape[1] - 1 - self.draft_tokens
         anchors = random_anchors(anchor_key, self.batch, self.blocks, self.prompt, last)
+        proposals = random_proposals(
+            shorter_key, anchors.shape, self.draft_tokens,
+            self.shorter if self.draft.kind is DraftKind.DFLASH else 0.0,
+        )
         params = draft_params(self.draft, master, self.dtypes)
         hidden = draft_forward(
             self.draft, self.dtypes, params, data["embedding"], tokens, features, anchors,
-            draft_tokens=self.draft_tokens,
+            draft_tokens=self.draft_tokens, proposals=proposals,
         )
         head = data["embedding"] if self.target.tie_embeddings else data["head"]
         found = draft_loss(
             self.draft, params, head, hidden, jnp.take_along_axis(tokens, anchors, axis=1),
-            block_labels(tokens, anchors, self.draft_tokens),
+            block_labels(tokens, anchors, self.draft_tokens), proposals,
             public_vocab=self.target.public_vocab, gamma=self.gamma,
             selector_weight=self.selector_weight,
         )

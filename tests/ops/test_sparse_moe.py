@@ -1,11 +1,14 @@
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from dflash_jax.ops import sparse_moe as moe
+from dflash_jax.ops.block_scaled_linear import BlockScale
+from tests.oracles import block_scaled_linear as blocks
 from tests.oracles import sparse_moe as oracle
-from tests.tolerances import BF16_MATMUL, FP32, FP32_CHAIN, as_float64, assert_close
+from tests.tolerances import BF16_CHAIN, BF16_MATMUL, FP32, FP32_CHAIN, as_float64, assert_close
 
 TOLERANCE = {"bfloat16": BF16_MATMUL, "float32": FP32_CHAIN}
 
@@ -156,3 +159,60 @@ def test_wrong_shapes_and_dtypes_are_errors():
         moe.route(logits, 18)
     with pytest.raises(ValueError, match="logits"):
         moe.route(logits.astype(jnp.bfloat16), 2)
+
+
+def blocked(tokens, rows=16, columns=16):
+    """bf16 tokens, logits, float8 matrices with their scales, and the float64 matrices."""
+    x, logits, gate_up, down = arrays(tokens, "bfloat16", experts=9, hidden=48, inner=32)
+    rng, stored, exact = np.random.default_rng(5), [], []
+    for matrices in (gate_up, down):
+        values = np.asarray(matrices * 64).astype(ml_dtypes.float8_e4m3fn)
+        count, out, inner = values.shape
+        shape = (count, out // rows, -(-inner // columns))
+        scale = (np.exp(rng.normal(size=shape) / 2) / 64).astype(np.float32)
+        stored.append((jnp.asarray(values), BlockScale(jnp.asarray(scale), columns)))
+        exact.append(np.stack([
+            blocks.dequantise(as_float64(v), s, rows, columns)
+            for v, s in zip(values, scale, strict=True)
+        ]))
+    (gate_up, first), (down, second) = stored
+    return x, logits, gate_up, down, (first, second), exact
+
+
+@pytest.mark.parametrize(
+    "form", ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("tokens, k", [(1, 2), (5, 3), (17, 2)])
+def test_float8_experts_match_the_oracle_of_their_dequantised_matrices(tokens, k, form):
+    x, logits, gate_up, down, scales, exact = blocked(tokens)
+    routing = moe.route(logits, k)
+    out = moe.expert_mlp(
+        x, routing, gate_up, down, jnp.float32, scales=scales, implementation=form
+    )
+    expected = oracle.expert_mlp(
+        as_float64(x), np.asarray(routing.experts), as_float64(routing.weights), *exact
+    )
+    assert_close(out, expected, BF16_CHAIN)
+
+
+def test_float8_experts_of_many_tokens_and_without_copies_match_too(small_tiles):
+    for tokens in (6, 23):
+        x, logits, gate_up, down, scales, exact = blocked(tokens, rows=8, columns=64)
+        routing = moe.route(logits, 4)
+        out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32, scales=scales)
+        expected = oracle.expert_mlp(
+            as_float64(x), np.asarray(routing.experts), as_float64(routing.weights), *exact
+        )
+        assert_close(out, expected, BF16_CHAIN)
+
+
+def test_scales_without_float8_and_float8_without_scales_are_errors():
+    x, logits, gate_up, down, scales, _ = blocked(4)
+    routing = moe.route(logits, 2)
+    with pytest.raises(ValueError, match="x: expected dtype float8_e4m3fn of gate_up"):
+        moe.expert_mlp(x, routing, gate_up, down, jnp.float32)
+    wide = gate_up.astype(x.dtype)
+    with pytest.raises(ValueError, match="kernel: expected float8_e4m3fn, got bfloat16"):
+        moe.expert_mlp(x, routing, wide, down, jnp.float32, scales=scales)
+    half = moe.expert_mlp(x, routing, wide, down, jnp.float32, scales=(None, scales[1]))
+    assert np.isfinite(half).all()

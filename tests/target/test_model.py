@@ -1,5 +1,6 @@
 """The target as a whole: captured residuals, dead columns, tied heads, and MoE rows apart."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,8 +13,9 @@ from dflash_jax.steps import Models, Params
 from dflash_jax.steps.init import abstract_params, random_params
 from dflash_jax.target import Target, TargetColumns
 from tests import cases
+from tests.oracles import block_scaled_linear as blocks
 from tests.oracles.norm import offset_rmsnorm
-from tests.tolerances import FP32, assert_close
+from tests.tolerances import FP32, FP32_CHAIN, as_float64, assert_close
 
 WIDTH = 6
 
@@ -105,6 +107,56 @@ def test_the_head_includes_reserved_rows():
     logits = models.target_module.apply({"params": variables}, x, method="logits")
     expected = np.asarray(x, np.float64) @ np.asarray(variables["head"], np.float64).T
     assert_close(logits, expected, FP32)
+
+
+def dequantised(config, variables):
+    """The dense target of the same values, by the formula in float64, and its config."""
+    fp8 = config.fp8
+
+    def matrix(values, scale):
+        rows = values.shape[-2] // scale.shape[-2]
+        flat = zip(np.reshape(values, (-1, *values.shape[-2:])),
+                   np.reshape(scale, (-1, *scale.shape[-2:])), strict=True)
+        exact = [blocks.dequantise(as_float64(v), s, rows, fp8.block_columns) for v, s in flat]
+        return jnp.asarray(np.reshape(exact, values.shape), jnp.float32)
+
+    def walk(tree):
+        kept = {}
+        for name, leaf in tree.items():
+            beside = tree.get("scale" if name == "kernel" else f"{name}_scale")
+            if isinstance(leaf, dict):
+                kept[name] = walk(leaf)
+            elif beside is not None:
+                kept[name] = matrix(np.asarray(leaf), np.asarray(beside))
+            elif not name.endswith("scale"):
+                kept[name] = leaf
+        return kept
+
+    dense = walk(variables)
+    for layer in config.linear_layers:
+        mixer = dense[f"layers_{layer}"]["delta_net"]
+        rows = [mixer["in_proj"]["kernel"], mixer.pop("gates")["kernel"]]
+        mixer["in_proj"]["kernel"] = jnp.concatenate(rows)
+    return dataclasses.replace(config, fp8=None), dense
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_a_float8_target_computes_what_its_dequantised_values_do(moe):
+    """Blocks of 24 x 40 divide no extent of the tiny target: gcd blocks and cut ones are used."""
+    config = tiny_target(moe=moe).with_fp8(24, 40)
+    models = Models(config, None, cases.tiny_run(0, 1))
+    variables, state = random_params(models, seed=2).target, models.zeros().target
+    kernels = [x for x in jax.tree.leaves(variables) if x.dtype == jnp.float8_e4m3fn]
+    assert len(kernels) == config.fp8.count == 4 * (6 if moe else 4)
+    ours = run(config, variables, state, block(config, 0), (0, 3))
+    theirs = run(*dequantised(config, variables), state, block(config, 0), (0, 3))
+    for name in ("hidden", "features"):
+        assert_close(getattr(ours, name), getattr(theirs, name), FP32_CHAIN)
+    # Not by chance: other scales give other values.
+    variables["layers_0"]["delta_net"]["output"]["scale"] *= 1.01
+    other = run(config, variables, state, block(config, 0), (0, 3))
+    with pytest.raises(AssertionError):
+        assert_close(other.hidden, theirs.hidden, FP32_CHAIN)
 
 
 def test_params_is_a_pytree_of_both_halves():

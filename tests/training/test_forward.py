@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.draft import DraftColumns
+from dflash_jax.draft import DraftColumns, block_positions
 from dflash_jax.ops.anchored_attention import anchored_attention
 from dflash_jax.ops.sliding_window_attention import sliding_window_attention
 from dflash_jax.ops.softmax_attention import softmax_attention
@@ -17,6 +17,7 @@ from dflash_jax.training.forward import (
     block_labels,
     draft_forward,
     random_anchors,
+    random_proposals,
     target_forward,
     target_logits,
 )
@@ -27,24 +28,24 @@ FP32 = dict(rtol=2e-4, atol=2e-4)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def blocks(name, params, ids, features, anchors):
+def blocks(name, params, ids, features, anchors, proposals):
     return draft_forward(
         scenes.DRAFTS[name], scenes.DTYPES, params.draft, params.target["embedding"], ids,
-        features, anchors, draft_tokens=scenes.K,
+        features, anchors, draft_tokens=scenes.K, proposals=proposals,
     )
 
 
-def inference_hidden(session):
-    """Mask hidden of lane 0, as `propose` computes it from the state's context."""
+def inference_hidden(session, proposals):
+    """Mask hidden of lane 0, as `propose` computes it from the state's context for that P."""
     state, models, params = session.state, session.models, session.params
     frontier = state.sequence.frontier[:1]
     width = models.run.block_width
     masks = jnp.full((1, scenes.K), models.draft.mask_token_id, jnp.int32)
     block = jnp.concatenate([state.sequence.anchor[:1, None], masks], axis=1)
+    live = jnp.full((1,), proposals + 1, jnp.int32)
     columns = DraftColumns(
-        positions=frontier[:, None] + jnp.arange(width, dtype=jnp.int32), frontier=frontier,
-        live=jnp.full((1,), width, jnp.int32), slot=session.rows([0]).write_slot,
-        table=state.draft_table.ids[:1],
+        positions=block_positions(frontier, width, live), frontier=frontier, live=live,
+        slot=session.rows([0]).write_slot, table=state.draft_table.ids[:1],
     )
     embedded = draft_call(models, params, "embed", block, params.target["embedding"])
     return draft_call(models, params, "block_hidden", embedded, columns, state.context).hidden
@@ -64,10 +65,16 @@ def test_the_training_forward_equals_the_block_that_propose_runs(name):
         ids[0, : len(ledger)] = ledger
         # Other anchors of the sequence, before and behind, must not disturb the block at F.
         anchors = jnp.array([[2, length, length + 4]], jnp.int32)
-        found = blocks(name, params, jnp.asarray(ids), scenes.features(models.draft, ids), anchors)
-        expected = inference_hidden(session)
-        np.testing.assert_allclose(found[:, 1], expected, **FP32)
-        assert not np.allclose(found[:, 2], expected, **FP32)
+        features = scenes.features(models.draft, ids)
+        seen = []
+        for masks in (scenes.K, 1):  # a block as long as the run's, and one at the end of a budget
+            proposals = jnp.array([[scenes.K, masks, scenes.K]], jnp.int32)
+            found = blocks(name, params, jnp.asarray(ids), features, anchors, proposals)
+            expected = inference_hidden(session, masks)
+            np.testing.assert_allclose(found[:, 1, :masks], expected[:, :masks], **FP32)
+            assert not np.allclose(found[:, 2, :masks], expected[:, :masks], **FP32)
+            seen.append(expected[:, :1])
+        assert not np.allclose(*seen, **FP32)  # the number of masks is no detail
 
 
 def test_a_target_forward_equals_prefill_and_its_features():
@@ -138,6 +145,14 @@ def test_anchors_stay_in_their_range_and_spread_over_it():
     assert drawn.min() >= 16 and drawn.max() <= 40
     assert {16, 40} <= set(drawn.ravel().tolist())
     assert all(len(set(row)) == 8 for row in drawn.tolist())
+
+
+def test_a_share_of_blocks_gets_fewer_masks():
+    drawn = np.asarray(random_proposals(jax.random.key(0), (4000,), 7, 0.25))
+    assert set(drawn.tolist()) == {1, 2, 3, 4, 5, 6, 7}
+    assert abs(np.mean(drawn < 7) - 0.25) < 0.03
+    assert np.all(np.asarray(random_proposals(jax.random.key(0), (400,), 7, 0.0)) == 7)
+    assert np.all(np.asarray(random_proposals(jax.random.key(0), (400,), 1, 0.5)) == 1)
 
 
 def test_a_captured_block_out_of_range_is_refused_by_name():

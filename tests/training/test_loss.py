@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from dflash_jax.ops.candidate_selector import edge_scores
-from dflash_jax.training.loss import next_token_loss, position_weights, public_scores, walk_scores
+from dflash_jax.training.loss import (
+    draft_loss,
+    next_token_loss,
+    position_weights,
+    public_scores,
+    walk_scores,
+)
 from dflash_jax.training.parameters import draft_params, masters, start_draft, target_params
 from dflash_jax.training.stages import TargetObjective
 from dflash_jax.weights import names
@@ -62,6 +68,30 @@ def test_the_walk_scores_of_training_are_the_row_of_the_lattice_the_walk_reads()
     np.testing.assert_array_equal(second[0][:, 0], ids[:, 1])
     np.testing.assert_allclose(first[1][:, 0], edges[:, 0, 0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(second[1][:, 0], edges[:, 1, 2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+def test_masks_beyond_the_proposals_of_a_block_count_nowhere(name):
+    config = scenes.DRAFTS[name]
+    params = draft_params(config, scenes.shaken_draft(name), scenes.EXACT)
+    rng = np.random.default_rng(4)
+    hidden = jnp.asarray(rng.standard_normal((1, 2, 3, config.hidden)), jnp.float32)
+    head = scenes.target()["embedding"]
+    labels = jnp.asarray(rng.integers(0, 200, (1, 2, 3)), jnp.int32)
+    anchor = jnp.array([[3, 4]], jnp.int32)
+
+    def loss(hidden, labels):
+        return draft_loss(
+            config, params, head, hidden, anchor, labels, jnp.array([[1, 3]], jnp.int32),
+            public_vocab=scenes.TARGET.public_vocab, gamma=4.0, selector_weight=1.0,
+        )
+
+    expected = loss(hidden, labels)
+    other = loss(hidden.at[0, 0, 1:].set(7.0), labels.at[0, 0, 1:].set(9))
+    for one, two in zip(jax.tree.leaves(expected), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-6)
+    gradient = jax.grad(lambda x: loss(x, labels).total)(hidden)
+    assert not np.any(gradient[0, 0, 1:]) and np.all(np.any(gradient[0, 1], axis=-1))
 
 
 def test_the_weight_of_mask_i_is_exp_minus_i_over_gamma():

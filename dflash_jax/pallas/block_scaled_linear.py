@@ -1,0 +1,114 @@
+"""A few rows times a float8 matrix with one scale a block, the matrix read once as float8.
+
+Implements: ops/block_scaled_linear.py.
+Matches when: at most 128 rows of bfloat16; the inputs divide into steps of 16 or more columns that
+lie within one block.
+
+A program owns some rows of the matrix and a share of its columns, and takes one step of columns
+after another: float8 values become bfloat16 in registers, which is exact, all rows of x are
+multiplied, and the fp32 partial sum is scaled by the block's scale of each matrix row. Shares of
+the columns are added outside.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from dflash_jax.pallas.common import WHOLE, dot, gpu_call, load, places, step_within, store
+
+MAX_TOKENS = 128
+_PROCESSORS = 132  # of an H200: programs that run at once
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Matrix rows of a program, columns of a step, and shares of the columns."""
+
+    rows: int
+    step: int
+    shares: int
+    num_warps: int = 4
+    num_stages: int = 4
+
+    @classmethod
+    def of(cls, tokens: int, out: int, inner: int, columns: int) -> "Tiles":
+        """For `tokens` rows of x and a matrix [out, inner]."""
+        rows, num_warps = (64, 4) if tokens <= 64 else (128, 8)
+        step = step_within(inner, (columns,), 128)
+        programs, shares = -(-out // rows), 1
+        # Enough programs to keep loads in flight on every processor, if the columns allow it.
+        while programs * shares < 3 * _PROCESSORS and (inner // step) % (2 * shares) == 0:
+            shares *= 2
+        return cls(rows=rows, step=step, shares=shares, num_warps=num_warps)
+
+
+def supports(tokens: int, dtype, inner: int, columns: int) -> bool:
+    """Whether the kernel takes these sizes."""
+    fits = 0 < tokens <= MAX_TOKENS and dtype == jnp.bfloat16
+    return fits and step_within(inner, (columns,), 16) == 16
+
+
+def product(x, kernel, scale, *, columns: int, interpret: bool, tiles=None):
+    """x times the transposed matrix.
+
+    Args:
+      x: [T, in] bf16. kernel: [out, in] float8_e4m3fn.
+      scale: [out / rows of a block, ceil(in / columns)] fp32.
+    Returns:
+      [T, out] fp32.
+    """
+    (tokens, inner), out = x.shape, kernel.shape[0]
+    tiles = tiles or Tiles.of(tokens, out, inner, columns)
+    parts = gpu_call(
+        _kernel(tiles, tokens, out, inner, out // scale.shape[0], columns),
+        name="block_scaled_linear",
+        out_shape=jax.ShapeDtypeStruct((tiles.shares, tokens, out), jnp.float32),
+        grid=(-(-out // tiles.rows), tiles.shares),
+        in_specs=[WHOLE] * 3,
+        out_specs=WHOLE,
+        interpret=interpret,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )(x, kernel, scale)
+    return parts[0] if tiles.shares == 1 else jnp.sum(parts, axis=0)
+
+
+def _kernel(tiles: Tiles, tokens: int, out: int, inner: int, block_rows: int, columns: int):
+    padded = max(16, pl.next_power_of_2(tokens))
+    steps = inner // tiles.step // tiles.shares
+
+    def kernel(x, weights, scale, parts):
+        share = pl.program_id(1)
+        row = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+        token = jnp.arange(padded, dtype=jnp.int32)
+        place = jnp.arange(tiles.step, dtype=jnp.int32)
+        known, live = row < out, token < tokens
+
+        def step(index, total):
+            first = (share * steps + index) * tiles.step
+            values = _load(weights, row, first + place, known, exact=out % tiles.rows == 0)
+            part = _load(x, token, first + place, live, exact=tokens == padded)
+            at = scale.at[row // block_rows, jnp.broadcast_to(first // columns, row.shape)]
+            factor = load(at, mask=known, other=0.0)
+            return total + dot(values.astype(x.dtype), part.T) * factor[:, None]
+
+        empty = jnp.zeros((tiles.rows, padded), jnp.float32)
+        total = lax.fori_loop(0, steps, step, empty)
+        mask = live[:, None] & known[None, :]
+        at = parts.at[(jnp.broadcast_to(share, mask.shape), *places(token, row))]
+        store(at, total.T, mask=mask)
+
+    return kernel
+
+
+def _load(ref, rows, columns, known, *, exact: bool):
+    """A rectangle of a matrix, zero in rows that are not known; `exact`: all of them are."""
+    at = ref.at[places(rows, columns)]
+    if exact:
+        return load(at)
+    mask = jnp.broadcast_to(known[:, None], (rows.shape[0], columns.shape[0]))
+    return load(at, mask=mask, other=0.0)
+
