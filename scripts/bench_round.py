@@ -5,8 +5,9 @@
 Weights, prompt and context are random (never zeros). Acceptance is forced by a fixed schedule of
 mean tau - 1: the decision is overwritten after `speculate`, the work is not. "queued" is the wall
 time of a round when the next one is dispatched without waiting (N is computed on the device),
-"blocking" waits for every round as a host that reads its outputs first does. Both are medians over
-groups of rounds; bytes count each weight once, plus K/V and state. `--dtype fp8` stores what
+"blocking" waits for every round as a host that reads its outputs first does; with --device-loop,
+"looped" is a round of `decode_rounds`, which asks no host (and accepts what the weights accept). All
+are medians over groups of rounds; bytes count each weight once, plus K/V and state. `--dtype fp8` stores what
 official FP8 releases store so: layer matrices in blocks of 128 x 128; embedding, head, norms, a and
 b rows and the draft stay as they are.
 """
@@ -32,6 +33,7 @@ from dflash_jax.steps import (
     PrefillChunk,
     begin,
     commit,
+    decode_rounds,
     first_token,
     prefill_chunk,
     speculate,
@@ -46,12 +48,14 @@ PAIRS = {
 }
 WARMUP = 5
 GROUP = 8  # rounds between two readings of the clock
+LOOPS, LOOPED = 4, 32  # calls of the device's own loop, rounds of each
 
 
 def main() -> int:
     args = _arguments()
     make_target, make_draft = PAIRS[args.model]
-    longest = args.context + (args.rounds + WARMUP) * (args.draft_tokens + 1)
+    rounds = args.rounds + WARMUP + (LOOPS * LOOPED if args.device_loop else 0)
+    longest = args.context + rounds * (args.draft_tokens + 1)
     run = config.RunConfig(
         draft_tokens=args.draft_tokens,
         batch=args.batch,
@@ -111,6 +115,7 @@ def _arguments():
     parser.add_argument("--tau", type=float, default=4.8, help="mean of accepted + 1")
     parser.add_argument("--random-context", action="store_true", help="fill it without a prefill")
     parser.add_argument("--skip-plain", action="store_true", help="rounds only")
+    parser.add_argument("--device-loop", action="store_true", help="time `decode_rounds` as well")
     parser.add_argument("--temperature", type=float, default=0.0, help="> 0: time it as well")
     parser.add_argument("--top-k", type=int, default=20)
     parser.add_argument("--top-p", type=float, default=0.95)
@@ -181,9 +186,23 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
     result["round"] = statistics.median(times["queued"])
     result["spread"] = max(times["queued"]) - min(times["queued"])
     result["blocking"] = statistics.median(times["blocking"])
+    if args.device_loop:
+        result["looped"] = _looped(models, params, state, rows, sampling)
     stats = jax.devices()[0].memory_stats() or {}
     result["peak GB"] = stats.get("peak_bytes_in_use", 0) / 1e9
     return result
+
+
+def _looped(models: Models, params: Params, state, rows, sampling) -> float:
+    """Milliseconds of a round of the device's own loop; the first call compiles and is left out."""
+    no_end, times = jnp.full((models.run.batch, 1), -1, jnp.int32), []
+    for _ in range(LOOPS):
+        began = time.perf_counter()
+        state, _ = jax.block_until_ready(
+            decode_rounds(models, params, state, rows, sampling, no_end, rounds=LOOPED)
+        )
+        times.append((time.perf_counter() - began) / LOOPED * 1e3)
+    return statistics.median(times[1:])
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)
@@ -245,6 +264,8 @@ def _report(name, result, target, draft, models, args, bandwidth) -> None:
     print(f"{name}: queued {result['round']:.2f} ms (spread {result['spread']:.2f}), blocking "
           f"{result['blocking']:.2f} ms; {total / 1e9:.2f} GB, floor {floor:.2f} ms, ratio "
           f"{result['round'] / floor:.2f}")
+    if "looped" in result:
+        print(f"{name}: looped {result['looped']:.2f} ms, ratio {result['looped'] / floor:.2f}")
     prefill = ""
     if "prefill chunk" in result:
         prefill = (f"prefill {result['prefill compile'] / 1e3:.1f} s (last chunk of {args.chunk} "

@@ -3,6 +3,7 @@
 from dflash_jax.steps.accept import accept
 from dflash_jax.steps.accept_tree import accept_tree
 from dflash_jax.steps.commit import commit
+from dflash_jax.steps.loop import RoundLog, decode_rounds
 from dflash_jax.steps.materialize import materialize
 from dflash_jax.steps.models import Models, Params
 from dflash_jax.steps.prefill import Admission, PrefillChunk, begin, first_token, prefill_chunk
@@ -16,11 +17,13 @@ __all__ = [
     "Models",
     "Params",
     "PrefillChunk",
+    "RoundLog",
     "accept",
     "accept_tree",
     "begin",
     "build_tree",
     "commit",
+    "decode_rounds",
     "draft_only",
     "first_token",
     "judge",
