@@ -6,10 +6,10 @@ Weights, prompt and context are random (never zeros). Acceptance is forced by a 
 mean tau - 1: the decision is overwritten after `speculate`, the work is not. "queued" is the wall
 time of a round when the next one is dispatched without waiting (N is computed on the device),
 "blocking" waits for every round as a host that reads its outputs first does; with --device-loop,
-"looped" is a round of `decode_rounds`, which asks no host (and accepts what the weights accept). All
-are medians over groups of rounds; bytes count each weight once, plus K/V and state. `--dtype fp8` stores what
-official FP8 releases store so: layer matrices in blocks of 128 x 128; embedding, head, norms, a and
-b rows and the draft stay as they are.
+"looped" is a round of `decode_rounds`, which asks no host (and accepts what the weights accept).
+All are medians over groups of rounds; bytes count each weight once, plus K/V and state. `--dtype
+fp8` stores what official FP8 releases store so: layer matrices in blocks of 128 x 128; embedding,
+head, norms, a and b rows and the draft stay as they are.
 """
 
 import argparse
