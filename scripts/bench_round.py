@@ -17,6 +17,10 @@ import functools
 import statistics
 import sys
 import time
+from pathlib import Path
+
+# Works from a checkout as well as from an installation.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +43,7 @@ from dflash_jax.steps import (
     speculate,
 )
 from dflash_jax.steps.init import random_params
+from scripts import kernel_times
 
 PAIRS = {
     "27b-dflash2": (config.qwen35_27b, config.dflash2_27b),
@@ -55,6 +60,7 @@ def main() -> int:
     args = _arguments()
     make_target, make_draft = PAIRS[args.model]
     rounds = args.rounds + WARMUP + (LOOPS * LOOPED if args.device_loop else 0)
+    rounds += GROUP if args.profile else 0
     longest = args.context + rounds * (args.draft_tokens + 1)
     run = config.RunConfig(
         draft_tokens=args.draft_tokens,
@@ -116,6 +122,7 @@ def _arguments():
     parser.add_argument("--random-context", action="store_true", help="fill it without a prefill")
     parser.add_argument("--skip-plain", action="store_true", help="rounds only")
     parser.add_argument("--device-loop", action="store_true", help="time `decode_rounds` as well")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a round")
     parser.add_argument("--temperature", type=float, default=0.0, help="> 0: time it as well")
     parser.add_argument("--top-k", type=int, default=20)
     parser.add_argument("--top-p", type=float, default=0.95)
@@ -183,6 +190,8 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
                 jax.block_until_ready(state)
         jax.block_until_ready(state)
         times[kind].append((time.perf_counter() - began) / GROUP * 1e3)
+    if args.profile:
+        result["kernels"], state = _profiled(one_round, state, schedule[0])
     result["round"] = statistics.median(times["queued"])
     result["spread"] = max(times["queued"]) - min(times["queued"])
     result["blocking"] = statistics.median(times["blocking"])
@@ -191,6 +200,17 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
     stats = jax.devices()[0].memory_stats() or {}
     result["peak GB"] = stats.get("peak_bytes_in_use", 0) / 1e9
     return result
+
+
+def _profiled(one_round, state, accepted):
+    """The kernels of GROUP queued rounds, and the state after them."""
+    def work():
+        nonlocal state
+        for _ in range(GROUP):
+            state = one_round(state, accepted)
+        jax.block_until_ready(state)
+
+    return kernel_times.record(work, GROUP), state
 
 
 def _looped(models: Models, params: Params, state, rows, sampling) -> float:
@@ -266,6 +286,8 @@ def _report(name, result, target, draft, models, args, bandwidth) -> None:
           f"{result['round'] / floor:.2f}")
     if "looped" in result:
         print(f"{name}: looped {result['looped']:.2f} ms, ratio {result['looped'] / floor:.2f}")
+    if "kernels" in result:
+        print(f"{name}: {chr(10).join(result['kernels'].lines())}")
     prefill = ""
     if "prefill chunk" in result:
         prefill = (f"prefill {result['prefill compile'] / 1e3:.1f} s (last chunk of {args.chunk} "

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scripts import device_idle
+from scripts import device_idle, kernel_times
 from scripts.device_idle import PREFIX, REST, idle_by_round, read
 
 
@@ -72,3 +72,22 @@ def test_a_trace_of_this_device_has_both():
     assert len(trace.busy) >= 3 and set(trace.parts) == {"waiting", "decision"}
     idle = idle_by_round(trace, last="waiting")
     assert len(idle) == 2 and all(one["decision"] > 0 for one in idle)
+
+
+def test_kernels_of_a_round_are_summed_by_name():
+    kernels = [
+        event("gemm_fusion_dot_12", 0, 4), event("gemm_fusion_dot.3", 4, 6),
+        event("loop_add_fusion", 7, 8),
+    ]
+    planes = [
+        plane("/device:GPU:0", **{"Stream #13": kernels[:2], "Stream #14": kernels[2:],
+                                  "XLA Ops": [event("gemm_fusion_dot_12", 0, 4)]}),
+        plane("/host:CPU", python=[event("gemm_fusion_dot_12", 0, 9)]),
+    ]
+    found = kernel_times.read(planes, count=2)
+    assert found.microseconds == pytest.approx({"gemm_fusion_dot": 3000, "loop_add_fusion": 500})
+    assert found.launches == {"gemm_fusion_dot": 1, "loop_add_fusion": 0.5}
+    assert found.span == pytest.approx(4000)
+    assert found.lines(1) == [
+        "2 launches, busy 3.500 ms of 4.000 ms", "    3000.0 us     1.0 x  gemm_fusion_dot",
+    ]
