@@ -12,7 +12,7 @@ from dflash_jax.ops import sparse_moe as moe
 from dflash_jax.ops.vocab import top_k
 from dflash_jax.sampling.distribution import target_distribution
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
-from scripts.ops import draft
+from scripts.ops import between, draft
 from scripts.ops.case import Case, normal
 from tests.oracles import attention as attention_oracle
 from tests.oracles import gated_delta_rule as delta_oracle
@@ -33,7 +33,7 @@ def cases(full: bool) -> list[Case]:
     found += [select(7), *([select(120)] if full else [])]
     found += [experts(tokens) for tokens in ((1, 8, 64) if full else (8,))]
     found += [law(1, 8), *([law(8, 16)] if full else [])]
-    return found + draft.cases(full)
+    return found + between.cases(full) + draft.cases(full)
 
 
 def verify(batch: int, width: int, *, chain: bool) -> Case:
