@@ -79,12 +79,16 @@ class FusedLinear(nn.Module):
 
     def __call__(self, x, out_dtype, implementation="auto") -> dict[str, jax.Array]:
         """[..., inputs] -> {name: [..., rows of the segment] out_dtype}; see `Linear`."""
-        joined = _product(self, x, out_dtype, implementation)
+        joined = self.joined(x, out_dtype, implementation)
         parts, first = {}, 0
         for name, rows in self.segments:
             parts[name] = joined[..., first : first + rows]
             first += rows
         return parts
+
+    def joined(self, x, out_dtype, implementation="auto"):
+        """[..., inputs] -> [..., rows of all segments] out_dtype."""
+        return _product(self, x, out_dtype, implementation)
 
 
 def _matrix(module, rows, *pieces):
@@ -135,7 +139,7 @@ class RMSNorm(nn.Module):
         )
 
 
-def joined(x, branch):
+def add_branch(x, branch):
     """The residual x with a branch that has not been added to it; None adds nothing."""
     return x if branch is None else x + branch
 

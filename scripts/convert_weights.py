@@ -1,6 +1,6 @@
 """Converts Hugging Face folders to orbax checkpoints in the fused layout, and drafts back.
 
-    python scripts/convert_weights.py --target DIR [--draft DIR] --out DIR [--dtype bfloat16]
+    python scripts/convert_weights.py --target DIR [--draft DIR] --out DIR [--dtype fp8]
     python scripts/convert_weights.py --target DIR --draft CONVERTED --out DIR --to-hf
     python scripts/convert_weights.py --synthetic-gb 20 --out DIR
 
@@ -8,6 +8,15 @@ writes DIR/target and DIR/draft, which `load_target`, `load_draft` and the comma
 place of the files. Each appears under its name only when it is whole; a stopped run goes on where
 it was when the same command is given again. `--target` may be converted already. Host memory stays
 below twice the largest item plus 1 GiB; `--synthetic-gb` measures that on a sparse target.
+
+`--dtype fp8` quantises what official FP8 releases have in float8: the layers' matrices, with a
+scale of largest / 448 for each 128 x 128 block of a file's matrix. Embedding, head, router, the a
+and b rows, norms and the draft stay as with bfloat16. Float8 matrices of the files stay as they are
+under any dtype.
+
+There is one item a layer whatever `--shards N` says: it stores each leaf above N MiB in N chunks or
+more, so that N hosts or devices that hold a part each can read it at once. The values and what may
+load them are the same.
 """
 
 from __future__ import annotations
@@ -22,6 +31,7 @@ from pathlib import Path
 from dflash_jax.config import tiny_target
 from dflash_jax.weights import names, read_target_config
 from dflash_jax.weights.conversion import (
+    FP8,
     MATRIX_DTYPES,
     ConversionPlan,
     convert,
@@ -30,7 +40,7 @@ from dflash_jax.weights.conversion import (
 )
 from dflash_jax.weights.converted import is_converted
 from dflash_jax.weights.export import target_json
-from dflash_jax.weights.names import Storage
+from dflash_jax.weights.leaves import Storage
 from dflash_jax.weights.to_hf import draft_to_hf
 
 GB, GIB = 1e9, 2**30
@@ -118,9 +128,9 @@ def _write_hole(file: Path, parts: dict[str, tuple[tuple[int, ...], str]]) -> No
         stream.truncate(8 + len(text) + end)
 
 
-def measure(out: Path, gigabytes: float) -> int:
+def measure(out: Path, gigabytes: float, dtype: str) -> int:
     """Converts a sparse target and compares the peak of host memory with its bound."""
-    plan = plan_target(sparse_target(out / "sparse", gigabytes), out / "target", "bfloat16")
+    plan = plan_target(sparse_target(out / "sparse", gigabytes), out / "target", dtype)
     before = peak()
     run(plan, "target", dry=False)
     bound = 2 * plan.largest + GIB
@@ -139,7 +149,8 @@ def parser() -> argparse.ArgumentParser:
     add("--target", type=Path, help="folder of the target; converted already or not")
     add("--draft", type=Path, help="folder of a draft for it; with --to-hf a converted one")
     add("--out", type=Path, required=True, help="folder to write target and draft into")
-    add("--dtype", choices=sorted(MATRIX_DTYPES), default="bfloat16", help="of matrices")
+    add("--dtype", choices=[*sorted(MATRIX_DTYPES), FP8], default="bfloat16", help="of matrices")
+    add("--shards", type=int, default=1, metavar="N", help="chunks of each large leaf, at least")
     add("--dry-run", action="store_true", help="print the plan and write nothing")
     add("--to-hf", action="store_true", help="write the draft's Hugging Face files to --out")
     add("--synthetic-gb", type=float, metavar="GB", help="measure memory on a sparse target")
@@ -156,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
         options.error("--to-hf: expected with --draft, got none")
     try:
         if arguments.synthetic_gb is not None:
-            return measure(arguments.out, arguments.synthetic_gb)
+            return measure(arguments.out, arguments.synthetic_gb, arguments.dtype)
         if arguments.to_hf:
             draft_to_hf(arguments.draft, arguments.out, read_target_config(arguments.target))
             return 0
@@ -171,11 +182,15 @@ def _convert(arguments: argparse.Namespace) -> None:
     """Plans both before either is written, so that a faulty draft costs no conversion."""
     plans = {}
     if not is_converted(arguments.target):
-        plans["target"] = plan_target(arguments.target, arguments.out / "target", arguments.dtype)
+        out = arguments.out / "target"
+        plans["target"] = plan_target(
+            arguments.target, out, arguments.dtype, shards=arguments.shards
+        )
     if arguments.draft is not None:
         config = read_target_config(arguments.target)
         out = arguments.out / "draft"
-        plans["draft"] = plan_draft(arguments.draft, out, arguments.dtype, config)
+        dtype = "bfloat16" if arguments.dtype == FP8 else arguments.dtype
+        plans["draft"] = plan_draft(arguments.draft, out, dtype, config, shards=arguments.shards)
     if not plans:
         raise ValueError("--target: expected Hugging Face files or a --draft, got converted ones")
     for name, plan in plans.items():

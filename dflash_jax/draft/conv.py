@@ -17,6 +17,7 @@ class GroupedConv(nn.Module):
 
     config: DraftConfig
     dtypes: DtypePolicy
+    implementation: str = "auto"
 
     def setup(self):
         conv, hidden = self.config.conv, self.config.hidden
@@ -29,11 +30,14 @@ class GroupedConv(nn.Module):
         return prepare(
             x, norm_weight, self.base, self.projection.kernel,
             eps=self.config.norm_eps, out_dtype=self.dtypes.activation_dtype,
+            implementation=self.implementation,
         )
 
     def finish(self, residual, branch, finish_delta):
         """residual + Conv_1(branch), branch [B, W, H] fp32."""
-        return finish(residual, branch, self.base, finish_delta)
+        return finish(
+            residual, branch, self.base, finish_delta, implementation=self.implementation
+        )
 
 
 def _identity(key, shape, dtype):

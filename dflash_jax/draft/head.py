@@ -12,7 +12,7 @@ class ProposalHead(nn.Module):
     """Scores mask hidden columns. With head_rows = 0 it owns nothing and uses the target's head.
 
     kernel [rows, H] and token_ids [rows] int32 exist only for an indexed head; ids are distinct
-    public ids. Source: contracts 5.7 and 5.8.
+    public ids, ascending for DFlash2. Source: contracts 5.7 and 5.8.
     """
 
     config: DraftConfig
@@ -33,10 +33,12 @@ class ProposalHead(nn.Module):
         logits_dtype = self.dtypes.logits_dtype
         if not self.config.head_rows:
             return linear_argmax(
-                hidden, target_head, public_rows=public_vocab, logits_dtype=logits_dtype
+                hidden, target_head, public_rows=public_vocab, logits_dtype=logits_dtype,
+                implementation=self.implementation,
             )
         row = linear_argmax(
-            hidden, self.kernel, public_rows=self.config.head_rows, logits_dtype=logits_dtype
+            hidden, self.kernel, public_rows=self.config.head_rows, logits_dtype=logits_dtype,
+            implementation=self.implementation,
         )
         return self.token_ids[row]
 
@@ -50,5 +52,5 @@ class ProposalHead(nn.Module):
             )
         return linear_topk(
             hidden, self.kernel, k=k, public_rows=self.config.head_rows, token_ids=self.token_ids,
-            implementation=self.implementation,
+            ids_sorted=True, implementation=self.implementation,
         )

@@ -10,7 +10,7 @@ from dflash_jax.draft.context import ContextProjection
 from dflash_jax.draft.conv import GroupedConv
 from dflash_jax.draft.head import ProposalHead
 from dflash_jax.draft.selector import CandidateSelector
-from dflash_jax.layers import RMSNorm, SwiGlu, joined, matrix_init
+from dflash_jax.layers import RMSNorm, SwiGlu, add_branch, matrix_init
 from dflash_jax.state.draft_context import DraftContext
 
 
@@ -48,8 +48,8 @@ class DraftLayer(nn.Module):
             rounded=config.kind == DraftKind.DFLASH,
         )
         if config.kind == DraftKind.DFLASH2:
-            self.attention_conv = GroupedConv(config, dtypes)
-            self.mlp_conv = GroupedConv(config, dtypes)
+            self.attention_conv = GroupedConv(config, dtypes, self.implementation)
+            self.mlp_conv = GroupedConv(config, dtypes, self.implementation)
 
     def __call__(self, x, branch, columns: DraftColumns, store):
         """Residual x + branch [B, W, H] and this layer's ring or pages (read only) -> x, branch."""
@@ -113,7 +113,7 @@ class DFlash(nn.Module):
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
             store = next(rings if kind == LayerKind.SLIDING else pages)
             x, branch = layer(x, branch, columns, store)
-            residuals.append(joined(x, branch))
+            residuals.append(add_branch(x, branch))
         hidden = self.normalize(x, branch)[:, 1:]
         return DraftOutput(hidden=hidden, residuals=tuple(residuals))
 

@@ -17,21 +17,27 @@ def choose(implementation: str, *, gpu: str, other: str) -> str:
     return gpu if jax.default_backend() == "gpu" else other
 
 
-def choose_form(op: str, implementation: str, lacking: str | None, *, auto_gpu: str = "xla") -> str:
-    """The form of an op that has a kernel: "xla", "pallas" or "interpret".
+def choose_form(
+    op: str, implementation: str, lacking: str | None, *, auto_gpu: str = "xla", more=None
+) -> str:
+    """The form of an op that has a kernel: "xla", "pallas" or "interpret", or one of `more`.
 
     Args:
       op: its name, for errors.
-      implementation: one of the three, or "auto". Static.
+      implementation: one of them, or "auto". Static.
       lacking: what the kernel takes and got instead, or None if it takes this call.
       auto_gpu: what "auto" means on a GPU; elsewhere, and where the kernel lacks the call, "xla".
+      more: further forms of this op, each with what it lacks.
     Raises: ValueError for another name; NotImplementedError if a named kernel lacks the call.
     """
-    form = choose(implementation, gpu=auto_gpu if lacking is None else "xla", other="xla")
-    if form not in ("xla", "pallas", "interpret"):
+    lacks = {"xla": None, "pallas": lacking, "interpret": lacking} | (more or {})
+    gpu = auto_gpu if lacks[auto_gpu] is None else "xla"
+    form = choose(implementation, gpu=gpu, other="xla")
+    if form not in lacks:
+        names = ", ".join(["auto", *lacks][:-1])
         raise ValueError(
-            f"implementation: expected auto, xla, pallas or interpret, got {implementation!r}"
+            f"implementation: expected {names} or {[*lacks][-1]}, got {implementation!r}"
         )
-    if form != "xla" and lacking is not None:
-        raise NotImplementedError(f"{op}: the kernel takes {lacking}")
+    if lacks[form] is not None:
+        raise NotImplementedError(f"{op}: the kernel takes {lacks[form]}")
     return form

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.ops.linear import linear_split
 from dflash_jax.ops.norm import plain_rmsnorm
 from dflash_jax.ops.rounding import round_to
+from dflash_jax.pallas import dynamic_grouped_conv as kernel
 
 
 @struct.dataclass(kw_only=True)
@@ -23,7 +25,7 @@ class Prepared:
     finish_delta: jax.Array
 
 
-def prepare(x, norm_weight, base, projection, *, eps, out_dtype):
+def prepare(x, norm_weight, base, projection, *, eps, out_dtype, implementation="auto"):
     """Norms a residual, takes the increments of both sides from it and convolves side 0.
 
     n = plain_rmsnorm(x); d = projection n;
@@ -36,12 +38,23 @@ def prepare(x, norm_weight, base, projection, *, eps, out_dtype):
       projection:  [2*taps*H/G, H] bf16 or fp32; row (side*taps + tap)*H/G + group.
       eps:         Python float.
       out_dtype:   dtype of the two results.
+      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
     Returns:
       Prepared.
     Numeric: n and the increments of side 0 are never rounded; prepared and finish_delta once.
-    Raises: ValueError for shapes.
+    Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: the DFlash reference document, dynamic convolution; contracts 5.5.
     """
+    _check_rows(projection, base.shape[1])
+    groups = projection.shape[0] // (2 * base.shape[1])
+    _check_base(base[0], x.shape[-1], groups)
+    form = _form(x, implementation)
+    if form != "xla":
+        prepared, finish_delta = kernel.prepare(
+            x, norm_weight, base, projection, eps=eps, out_dtype=out_dtype,
+            interpret=form == "interpret",
+        )
+        return Prepared(prepared=prepared, finish_delta=finish_delta)
     normed = plain_rmsnorm(x, norm_weight, eps)
     delta = increments(normed, projection, taps=base.shape[1])
     return Prepared(
@@ -50,7 +63,7 @@ def prepare(x, norm_weight, base, projection, *, eps, out_dtype):
     )
 
 
-def finish(residual, z, base, finish_delta):
+def finish(residual, z, base, finish_delta, *, implementation="auto"):
     """Convolves a branch's output with side 1 and adds it to the residual.
 
     out[i, h] = residual[i, h] + sum_t (base[1, t, h] + finish_delta[i, t, h // G]) * z[i - t, h].
@@ -60,11 +73,18 @@ def finish(residual, z, base, finish_delta):
       z:            [B, W, H] fp32, the branch's projected output, unrounded.
       base:         [2, taps, H] float.
       finish_delta: [B, W, taps, H/G] float, from prepare of the same branch.
+      implementation: as in `prepare`. Static.
     Returns:
       [B, W, H], dtype of residual; the only rounding.
-    Raises: ValueError for shapes.
+    Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 5.5.
     """
+    if residual.shape != z.shape:
+        raise ValueError(f"z: expected {residual.shape}, got {z.shape}")
+    _check_taps(z.shape, base[1], finish_delta.shape)
+    form = _form(z, implementation)
+    if form != "xla":
+        return kernel.finish(residual, z, base, finish_delta, interpret=form == "interpret")
     total = residual.astype(jnp.float32) + apply_taps(z, base[1], finish_delta)
     return total.astype(residual.dtype)
 
@@ -81,9 +101,7 @@ def increments(normed, projection, *, taps):
     Raises: ValueError if the rows are not a multiple of 2*taps.
     Source: contracts 5.5.
     """
-    rows = projection.shape[0]
-    if rows % (2 * taps):
-        raise ValueError(f"projection: expected a multiple of {2 * taps} rows, got {rows}")
+    _check_rows(projection, taps)
     return linear_split(normed, projection).reshape(*normed.shape[:2], 2, taps, -1)
 
 
@@ -102,10 +120,7 @@ def apply_taps(x, base, delta):
     """
     batch, width, hidden = x.shape
     taps, groups = base.shape[0], delta.shape[-1]
-    if base.shape != (taps, hidden) or hidden % groups:
-        raise ValueError(f"base: expected [taps, {hidden}], groups {groups}, got {base.shape}")
-    if delta.shape != (batch, width, taps, groups):
-        raise ValueError(f"delta: expected {(batch, width, taps, groups)}, got {delta.shape}")
+    _check_taps(x.shape, base, delta.shape)
     coefficient = delta.astype(jnp.float32)[..., None] + base.astype(jnp.float32).reshape(
         taps, groups, hidden // groups
     )
@@ -115,3 +130,28 @@ def apply_taps(x, base, delta):
         # Only columns that have one read a previous column; no row index is ever clamped.
         total = total.at[:, tap:].add(coefficient[:, tap:, tap] * grouped[:, : width - tap])
     return total.reshape(batch, width, hidden)
+
+
+def _form(block, implementation: str) -> str:
+    width = block.shape[1]
+    lacking = None if kernel.supports(width) else f"1..{kernel.MAX_WIDTH} columns, got {width}"
+    return choose_form("dynamic_grouped_conv", implementation, lacking)
+
+
+def _check_rows(projection, taps: int):
+    rows = projection.shape[0]
+    if rows % (2 * taps):
+        raise ValueError(f"projection: expected a multiple of {2 * taps} rows, got {rows}")
+
+
+def _check_base(base, hidden: int, groups: int):
+    if base.shape[1:] != (hidden,) or hidden % groups:
+        raise ValueError(f"base: expected [taps, {hidden}], groups {groups}, got {base.shape}")
+
+
+def _check_taps(shape, base, delta_shape):
+    batch, width, hidden = shape
+    taps, groups = base.shape[0], delta_shape[-1]
+    _check_base(base, hidden, groups)
+    if delta_shape != (batch, width, taps, groups):
+        raise ValueError(f"delta: expected {(batch, width, taps, groups)}, got {delta_shape}")

@@ -47,18 +47,19 @@ def sliding_window_attention(
     batch, width, heads, dim = query.shape
     slots, kv_heads, capacity, _ = ring_key.shape
     check_block(query, block_key, kv_heads)
-    folded = fold_heads(query, kv_heads)
     columns = jnp.arange(width)
     near = jnp.abs(columns[:, None] - columns[None, :]) < window
-    inside = block_visibility("causal" if causal else "full", batch, width, live) & near[None]
-    own_key, own_value = (jnp.moveaxis(x, 1, 2) for x in (block_key, block_value))
+    named = "causal" if causal else "full"
+    inside = block_visibility(named, batch, width, live) & near[None]
     form = _choose(implementation, width, capacity, dim)
     if form != "xla":
-        mixed = kernel.attend(
-            folded, own_key, own_value, ring_key, ring_value, slot, frontier, live, inside,
-            width=width, window=window, scale=scale, interpret=form == "interpret",
+        return kernel.attend(
+            query, block_key, block_value, ring_key, ring_value, slot, frontier, live,
+            named if window >= width else inside, window=window, scale=scale,
+            interpret=form == "interpret",
         )
-        return unfold_heads(mixed, width)
+    folded = fold_heads(query, kv_heads)
+    own_key, own_value = (jnp.moveaxis(x, 1, 2) for x in (block_key, block_value))
     block = attend(folded, own_key, own_value, inside, scale)
 
     alive = columns[None, :] < live[:, None]

@@ -1,5 +1,6 @@
 """Grouped-query attention over paged context and the block's own columns."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -23,7 +24,7 @@ SCORES = 1 << 26
 
 def softmax_attention(
     query, block_key, block_value, key_pages, value_pages, table, frontier, live, *,
-    block_mask, scale, implementation="auto",
+    block_mask, scale, gate=None, implementation="auto",
 ):
     """Attends the block's columns to [0, frontier) in pages and to one another.
 
@@ -39,11 +40,12 @@ def softmax_attention(
       live:        [B] int32, block columns that exist, 0..W.
       block_mask:  "causal", "full" or bool [B, W, W] (row = query, column = key).
       scale:       score multiplier. Static.
+      gate:        None, or [B, W, Hq, D]: the rounded output is multiplied by its sigmoid.
       implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
     Returns:
       [B, W, Hq, D] in query's dtype; columns >= live are exactly zero.
     Numeric: scores, softmax and sums in fp32; probabilities meet a value in the value's dtype; the
-      output is rounded once.
+      output is rounded once, and once more behind the gate.
     Effects: none. Page bytes at positions >= frontier, unmapped pages and columns >= live may hold
       anything, NaN included, and never reach the result.
     Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
@@ -52,18 +54,17 @@ def softmax_attention(
     batch, width, heads, dim = query.shape
     kv_heads, num_pages, page, _ = key_pages.shape
     check_block(query, block_key, kv_heads)
-    folded = fold_heads(query, kv_heads)
-    alive = jnp.arange(width)[None, :] < live[:, None]
-
-    own_key, own_value = (jnp.moveaxis(x, 1, 2) for x in (block_key, block_value))
     visible = block_visibility(block_mask, batch, width, live)
     form = _choose(implementation, width, page, dim)
     if form != "xla":
-        mixed = kernel.attend(
-            folded, own_key, own_value, key_pages, value_pages, table, frontier, live,
-            visible, width=width, scale=scale, interpret=form == "interpret",
+        return kernel.attend(
+            query, block_key, block_value, key_pages, value_pages, table, frontier, live,
+            block_mask if isinstance(block_mask, str) else visible, gate, scale=scale,
+            interpret=form == "interpret",
         )
-        return unfold_heads(mixed, width)
+    folded = fold_heads(query, kv_heads)
+    alive = jnp.arange(width)[None, :] < live[:, None]
+    own_key, own_value = (jnp.moveaxis(x, 1, 2) for x in (block_key, block_value))
     part = attend(folded, own_key, own_value, visible, scale)
 
     def absorb(first_page, part, pages):
@@ -89,7 +90,11 @@ def softmax_attention(
             return absorb(index * step, part, pages)
 
         part = lax.fori_loop(0, jnp.minimum(stretches, padded.shape[1] // step), stretch, part)
-    return unfold_heads(normalise(part), width).astype(query.dtype)
+    mixed = unfold_heads(normalise(part), width).astype(query.dtype)
+    if gate is None:
+        return mixed
+    opened = mixed.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))
+    return jnp.where(alive[:, :, None, None], opened, 0.0).astype(query.dtype)
 
 
 def _choose(implementation: str, width: int, page: int, dim: int) -> str:

@@ -1,5 +1,7 @@
 """Choices over vocabulary rows: argmax and top-k, with ties decided by rule and never by luck."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -7,6 +9,8 @@ from jax import lax
 
 from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.ops.linear import linear
+from dflash_jax.pallas import linear_topk as fused
+from dflash_jax.pallas import mosaic
 from dflash_jax.pallas import vocab as kernel
 
 # lax.top_k runs one program a row on a GPU, so a long row is cut: 97 blocks of 248320.
@@ -48,8 +52,9 @@ def linear_topk(
       token_ids:   None (row = id), or [rows] int32, distinct global ids of the rows; then all
         rows take part.
       ids_sorted:  states that token_ids ascend, which saves a sort and a gather. Static.
-      implementation: of the selection: "xla", "pallas", "interpret" or "auto", which is "xla".
-        Static.
+      implementation: "xla"; "select", XLA's product and then the kernel of `top_k`; "pallas",
+        "interpret" or "mosaic", product and selection in one kernel, which wants ids_sorted;
+        or "auto", which is "xla". Static.
     Returns:
       TopK.
     Numeric: scores in fp32, never rounded to a logits dtype.
@@ -65,11 +70,22 @@ def linear_topk(
         raise ValueError(
             f"token_ids: expected int32 ({rows},), got {token_ids.dtype} {token_ids.shape}"
         )
-    scores = linear(hidden, head, jnp.float32)
-    if token_ids is not None and not ids_sorted:
-        order = jnp.argsort(token_ids)
-        scores, token_ids = scores[..., order], token_ids[order]
-    best, index = top_k(scores, k=k, eligible=eligible, implementation=implementation)
+    tokens = math.prod(hidden.shape[:-1])
+    form = _head_form("linear_topk", implementation, hidden, head, _lacking(k))
+    if form in ("xla", "select") or (token_ids is not None and not ids_sorted):
+        scores = linear(hidden, head, jnp.float32)
+        if token_ids is not None and not ids_sorted:
+            order = jnp.argsort(token_ids)
+            scores, token_ids = scores[..., order], token_ids[order]
+        selection = {"select": "pallas", "mosaic": "pallas"}.get(form, form)
+        best, index = top_k(scores, k=k, eligible=eligible, implementation=selection)
+    else:
+        flat, options = hidden.reshape(tokens, -1), dict(k=k, eligible=eligible)
+        if form == "mosaic":
+            found = fused.stream_k_best(flat, head, **options)
+        else:
+            found = fused.k_best(flat, head, **options, interpret=form == "interpret")
+        best, index = (x.reshape(*hidden.shape[:-1], k) for x in found)
     return TopK(scores=best, ids=index if token_ids is None else token_ids[index])
 
 
@@ -84,8 +100,7 @@ def top_k(scores, *, k, eligible, implementation="auto"):
       scores [..., k] fp32 and indices [..., k] int32.
     Source: contracts 5.8.
     """
-    lacking = None if kernel.supports(k) else f"at most {kernel.BLOCK} candidates, got {k}"
-    form, count = choose_form("linear_topk", implementation, lacking), scores.shape[-1]
+    form, count = choose_form("top_k", implementation, _lacking(k)), scores.shape[-1]
     if form == "xla":
         scores = jnp.where(scores == 0, 0.0, scores)
         scores = jnp.where(jnp.arange(count) < eligible, scores, -jnp.inf)
@@ -96,7 +111,7 @@ def top_k(scores, *, k, eligible, implementation="auto"):
     return tuple(x.reshape(*scores.shape[:-1], k) for x in best)
 
 
-def linear_argmax(hidden, head, *, public_rows, logits_dtype):
+def linear_argmax(hidden, head, *, public_rows, logits_dtype, implementation="auto"):
     """Finds the lowest row whose rounded logit is maximal.
 
     Args:
@@ -104,13 +119,24 @@ def linear_argmax(hidden, head, *, public_rows, logits_dtype):
       head:         [rows, H], dtype of hidden.
       public_rows:  rows that take part, the first ones; all rows of an indexed head. Static.
       logits_dtype: the logits are rounded to it before they are compared: ties in it are real.
+      implementation: "xla", "pallas", "interpret", "mosaic" or "auto", which is "xla". Static.
     Returns:
       [...] int32 row (of an indexed head: not yet a token id).
-    Raises: ValueError for shapes, dtypes or no eligible row.
+    Raises: ValueError for shapes, dtypes or no eligible row; NotImplementedError if a named kernel
+      lacks the case.
     Source: contracts 5.7.
     """
     if not 0 < public_rows <= head.shape[0]:
         raise ValueError(f"public_rows: expected 1..{head.shape[0]}, got {public_rows}")
+    form = _head_form("linear_argmax", implementation, hidden, head)
+    if form != "xla":
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        options = dict(eligible=public_rows, logits_dtype=logits_dtype)
+        if form == "mosaic":
+            found = fused.stream_lowest_maximum(flat, head, **options)
+        else:
+            found = fused.lowest_maximum(flat, head, **options, interpret=form == "interpret")
+        return found.reshape(hidden.shape[:-1])
     logits = linear(hidden, head, jnp.float32)
     # Explicit: XLA may compare the fp32 values behind a cast, and miss the ties.
     info = jnp.finfo(logits_dtype)
@@ -133,6 +159,26 @@ def public_argmax(logits, public_rows):
     public = logits[..., :public_rows]
     finite = jnp.isfinite(jnp.max(public, axis=-1)) & ~jnp.isnan(public).any(axis=-1)
     return Argmax(index=_lowest_maximum(logits, public_rows), finite=finite)
+
+
+def _lacking(k: int) -> str | None:
+    return None if kernel.supports(k) else f"at most {kernel.BLOCK} candidates, got {k}"
+
+
+def _head_form(op: str, implementation: str, hidden, head, lacking: str | None = None) -> str:
+    """The form of a product with a head; `lacking` is what its selection lacks."""
+    tokens, width = math.prod(hidden.shape[:-1]), hidden.shape[-1]
+    if hidden.dtype != head.dtype or head.shape[1:] != (width,):
+        raise ValueError(
+            f"head: expected [rows, {width}] {hidden.dtype}, got {head.shape} {head.dtype}"
+        )
+    many = f"1..{fused.MAX_TOKENS} tokens, got {tokens}"
+    whole = lacking if lacking or fused.supports(tokens) else many
+    streamed = whole if whole or mosaic.supports(tokens, head) else (
+        f"16-bit heads of multiples of 8 and 64, got {head.shape} {head.dtype}"
+    )
+    more = {"mosaic": streamed} | ({"select": lacking} if op == "linear_topk" else {})
+    return choose_form(op, implementation, whole, more=more)
 
 
 def _lowest_maximum(logits, public_rows):

@@ -2,8 +2,9 @@
 
 Query heads that read one KV head, times columns, are the rows of a tile. Program (row and KV head,
 tile, part) walks its share of the context and leaves the largest score, the sum of exponentials and
-the weighted values; the last part is the block itself, whose visibility comes as one bit mask per
-column. A second kernel joins the parts. How context is stored is the caller's: see `Reader`.
+the weighted values; the last part is the block itself. A second kernel joins the parts and opens
+the output gate. Queries, block and output keep the caller's layout. How context is stored is the
+caller's: see `Reader`.
 """
 
 from collections.abc import Callable
@@ -14,15 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, dot, gpu_call
+from dflash_jax.pallas.common import WHOLE, broadcast, dot, gpu_call, load
 
 MAX_WIDTH = 32
-_PROCESSORS = 132  # of an H200: programs that run at once
-_JOINED = 16  # rows that one program joins
+_PROGRAMS = 264  # two on each processor of an H200
 
-# (refs of the context operands, row, KV head, keys of a step) -> (entries to walk, read), where
-# read(first, column) gives key [keys, D], value [keys, D], seen [keys] bool, and visible
-# [rows, keys] bool of the entries from `first` on for rows of the given columns.
+# (refs of the context operands, row, KV head, keys of a step) -> (entries to walk, locate, read).
+# locate(first) says where the entries from `first` on lie; it is asked one step ahead, because that
+# may take a memory access. read(place, first, column) gives key [keys, D], value [keys, D], seen
+# [keys] bool, and visible [rows, keys] bool for rows of the given columns.
 Reader = Callable
 
 
@@ -36,17 +37,19 @@ class Tiles:
     num_warps: int
 
     @classmethod
-    def of(cls, batch, kv_heads, rows, dim, unit, entries) -> "Tiles":
-        """For [batch, kv_heads, rows, dim] queries and contexts of so many entries.
+    def of(cls, shape, kv_heads: int, unit: int, entries: int) -> "Tiles":
+        """For [B, W, Hq, D] queries of so many KV heads and contexts of so many entries.
 
         Args:
           unit: entries that a step never crosses, a power of two: a page, or what divides a ring.
         """
+        batch, width, heads, dim = shape
+        rows = heads // kv_heads * width
         tile = min(64, max(16, pl.next_power_of_2(rows)))
-        keys = min(unit, 64 if dim <= 128 else 32)
+        keys = min(unit, 64)
         programs = batch * kv_heads * pl.cdiv(rows, tile)
         useful = 1 + max(1, entries // (2 * keys))
-        parts = min(16, max(2, _PROCESSORS // programs), useful)
+        parts = min(32, max(2, _PROGRAMS // programs), useful)
         return cls(
             rows=tile, keys=keys, parts=1 << (parts - 1).bit_length(),
             num_warps=8 if tile * dim >= 64 * 256 else 4,
@@ -60,33 +63,30 @@ def visibility_bits(visible):
 
 
 def attend(
-    query, block_key, block_value, context, live, visible, *,
-    reader: Reader, name: str, width: int, scale: float, tiles: Tiles, interpret: bool,
+    query, block_key, block_value, context, live, block_mask, gate=None, *,
+    reader: Reader, name: str, scale: float, tiles: Tiles, interpret: bool,
 ):
-    """Attention of folded queries to their context and their block.
+    """Attention of a block to its context and to itself.
 
-    Args:                                                             (B rows, W = width columns)
-      query: [B, Hkv, M, D], M = G * W; row m is column m mod W.
-      block_key, block_value: [B, Hkv, W, D].
+    Args:                                                             (B rows, W columns)
+      query: [B, W, Hq, D]. block_key, block_value: [B, W, Hkv, D].
       context: arrays that `reader` gets as refs.
       live: [B] int32, block columns that exist.
-      visible: [B, W, W] bool, inside the block.
+      block_mask: "causal", "full" or [B, W, W] bool, inside the block.
+      gate: None, or [B, W, Hq, D]: the rounded output times its sigmoid.
     Returns:
-      [B, Hkv, M, D] in query's dtype; rows of columns >= live are exactly zero.
+      [B, W, Hq, D] in query's dtype; columns >= live are exactly zero.
     """
-    batch, kv_heads, rows, dim = query.shape
+    batch, width, heads, dim = query.shape
+    kv_heads = block_key.shape[2]
+    rows = heads // kv_heads * width
     count = pl.cdiv(rows, tiles.rows)
-    padded = count * tiles.rows
-    query = jnp.pad(query, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
-    own = max(16, pl.next_power_of_2(width))
-    block_key, block_value = (
-        jnp.pad(x, ((0, 0), (0, 0), (0, own - width), (0, 0))) for x in (block_key, block_value)
-    )
-    shape = (batch, kv_heads, tiles.parts, padded)
-    bits = visibility_bits(visible).reshape(-1)
-    operands = (query, block_key, block_value, live, bits, *context)
+    named = isinstance(block_mask, str)
+    bits = () if named else (visibility_bits(block_mask).reshape(-1),)
+    operands = (query, block_key, block_value, live, *bits, *context)
+    shape = (batch, kv_heads, tiles.parts, count * tiles.rows)
     parts = gpu_call(
-        _part_kernel(reader, tiles, width, rows, scale),
+        _part_kernel(reader, tiles, block_mask if named else None, scale),
         name=name,
         out_shape=(
             jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -99,54 +99,68 @@ def attend(
         interpret=interpret,
         num_warps=tiles.num_warps,
     )(*operands)
-    joined = gpu_call(
-        _join_kernel(tiles.parts),
+    gates = () if gate is None else (gate, live)
+    return gpu_call(
+        _join_kernel(gated=gate is not None),
         name=f"{name}_join",
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        grid=(batch * kv_heads, padded // _JOINED),
-        in_specs=[WHOLE] * 3,
+        grid=(batch, width, heads),
+        in_specs=[WHOLE] * (3 + len(gates)),
         out_specs=WHOLE,
         interpret=interpret,
-    )(*parts)
-    return joined[:, :, :rows]
+    )(*parts, *gates)
 
 
-def _part_kernel(reader: Reader, tiles: Tiles, width: int, rows: int, scale: float):
-    def kernel(query, block_key, block_value, live, bits, *rest):
+def _part_kernel(reader: Reader, tiles: Tiles, block_mask: str | None, scale: float):
+    def kernel(query, block_key, block_value, live, *rest):
         *context, top, total, values = rest
-        kv_heads = query.shape[1]
+        bits = context.pop(0) if block_mask is None else None
+        _, width, heads, dim = query.shape
+        kv_heads = block_key.shape[2]
+        group = heads // kv_heads
         row, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
         part = pl.program_id(2)
         place = pl.ds(pl.program_id(1) * tiles.rows, tiles.rows)
-        queries = query[row, head, place, :]
         index = pl.program_id(1) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
-        column = index % width
-        alive = ((index < rows) & (column < live[row]))[:, None]
+        column, member = index % width, jnp.minimum(index // width, group - 1)
+        alive = ((index < group * width) & (column < live[row]))[:, None]
+        across = jnp.arange(dim, dtype=jnp.int32)[None, :]
+        queries = load(query.at[broadcast(
+            row, column[:, None], (head * group + member)[:, None], across
+        )])
 
         def share_of_context(carry):
-            entries, read = reader(context, row, head, tiles.keys)
+            entries, locate, read = reader(context, row, head, tiles.keys)
             steps = pl.cdiv(entries, tiles.keys)
             share = pl.cdiv(steps, tiles.parts - 1)
 
             def step(index, carry):
-                key, value, seen, visible = read(index * tiles.keys, column)
-                return _absorb(carry, queries, key, value, alive & visible, seen, scale)
+                found, where = carry
+                key, value, seen, visible = read(where, index * tiles.keys, column)
+                ahead = locate((index + 1) * tiles.keys)
+                return _absorb(found, queries, key, value, alive & visible, seen, scale), ahead
 
-            return lax.fori_loop(part * share, jnp.minimum((part + 1) * share, steps), step, carry)
+            first = part * share
+            start = (carry, locate(first * tiles.keys))
+            return lax.fori_loop(first, jnp.minimum(first + share, steps), step, start)[0]
 
         def block(carry):
-            own = jnp.arange(block_key.shape[2], dtype=jnp.int32)
+            own = jnp.arange(max(16, pl.next_power_of_2(width)), dtype=jnp.int32)
             seen = own < jnp.minimum(live[row], width)
-            named = (bits[row * width + column][:, None] >> own.astype(jnp.uint32)[None, :]) & 1
-            key, value = block_key[row, head, :, :], block_value[row, head, :, :]
-            return _absorb(
-                carry, queries, key, value, alive & seen[None, :] & (named == 1), seen, scale
-            )
+            at = broadcast(row, jnp.minimum(own, width - 1)[:, None], head, across)
+            key, value = load(block_key.at[at]), load(block_value.at[at])
+            visible = alive & seen[None, :]
+            if block_mask == "causal":
+                visible &= own[None, :] <= column[:, None]
+            elif block_mask is None:
+                words = bits[row * width + column][:, None]
+                visible &= (words >> own.astype(jnp.uint32)[None, :]) & 1 == 1
+            return _absorb(carry, queries, key, value, visible, seen, scale)
 
         start = (
             jnp.full((tiles.rows,), -jnp.inf, jnp.float32),
             jnp.zeros((tiles.rows,), jnp.float32),
-            jnp.zeros((tiles.rows, query.shape[3]), jnp.float32),
+            jnp.zeros((tiles.rows, dim), jnp.float32),
         )
         found = lax.cond(part == tiles.parts - 1, block, share_of_context, start)
         top[row, head, part, place] = found[0]
@@ -174,22 +188,25 @@ def _absorb(carry, queries, key, value, visible, seen, scale):
     )
 
 
-def _join_kernel(parts: int):
-    def kernel(top, total, values, out):
-        kv_heads = top.shape[1]
-        row, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
-        place = pl.ds(pl.program_id(1) * _JOINED, _JOINED)
-        peaks = top[row, head, :, place]
-        highest = jnp.max(peaks, axis=0)
-        shift = jnp.where(highest > -jnp.inf, highest, 0.0)
-        whole = jnp.sum(total[row, head, :, place] * jnp.exp(peaks - shift[None, :]), axis=0)
-
-        def add(part, mixed):
-            weight = jnp.exp(top[row, head, part, place] - shift)
-            return mixed + weight[:, None] * values[row, head, part, place, :]
-
-        mixed = lax.fori_loop(0, parts, add, jnp.zeros((_JOINED, values.shape[4]), jnp.float32))
-        mixed = mixed / jnp.where(whole > 0.0, whole, 1.0)[:, None]
-        out[row, head, place, :] = mixed.astype(out.dtype)
+def _join_kernel(gated: bool):
+    def kernel(top, total, values, *rest):
+        *gates, out = rest
+        _, width, heads, _ = out.shape
+        group = heads // top.shape[1]
+        row, column, query = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        head, index = query // group, query % group * width + column
+        peaks = top[row, head, :, index]
+        highest = jnp.max(peaks)
+        weights = jnp.exp(peaks - jnp.where(highest > -jnp.inf, highest, 0.0))
+        whole = jnp.sum(total[row, head, :, index] * weights)
+        mixed = jnp.sum(values[row, head, :, index, :] * weights[:, None], axis=0)
+        mixed = (mixed / jnp.where(whole > 0.0, whole, 1.0)).astype(out.dtype)
+        if gated:
+            gate, live = gates
+            opened = mixed.astype(jnp.float32) * jax.nn.sigmoid(
+                gate[row, column, query, :].astype(jnp.float32)
+            )
+            mixed = jnp.where(column < live[row], opened, 0.0).astype(out.dtype)
+        out[row, column, query, :] = mixed
 
     return kernel

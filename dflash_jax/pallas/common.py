@@ -52,6 +52,15 @@ def dot(left, right):
     )
 
 
+def dot_three_passes(left, right):
+    """fp32 [m, k] times fp32 [k, n] on the tensor cores: three TF32 products, about fp32's
+    accuracy. The operands are split in registers; a CPU has no such product (interpret mode)."""
+    return lax.dot_general(
+        left, right, (((1,), (0,)), ((), ())),
+        precision=lax.DotAlgorithmPreset.TF32_TF32_F32_X3, preferred_element_type=jnp.float32,
+    )
+
+
 def is_power_of_two(number: int) -> bool:
     """Whether a kernel array may have this extent."""
     return number > 0 and number & (number - 1) == 0
@@ -63,6 +72,12 @@ def step_within(width: int, columns, most: int) -> int:
     for count in columns:
         width |= count if count < width else 0
     return min(most, width & -width)
+
+
+def broadcast(*indices):
+    """Scalars and index arrays of one rank, as the arrays of one shape that a load takes."""
+    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in indices))
+    return tuple(jnp.broadcast_to(i, shape) for i in indices)
 
 
 def places(rows, columns):

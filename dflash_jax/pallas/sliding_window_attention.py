@@ -18,17 +18,17 @@ def supports(width: int, capacity: int, dim: int) -> bool:
 
 
 def attend(
-    query, block_key, block_value, ring_key, ring_value, slot, frontier, live, visible, *,
-    width, window, scale, interpret, tiles=None,
+    query, block_key, block_value, ring_key, ring_value, slot, frontier, live, block_mask, *,
+    window, scale, interpret, tiles=None,
 ):
     """See `attention.attend`; rings, slot, frontier and window as in the op."""
     capacity = ring_key.shape[2]
     unit = capacity & -capacity  # the largest power of two that divides it
-    tiles = tiles or Tiles.of(*query.shape, unit, capacity)
+    tiles = tiles or Tiles.of(query.shape, block_key.shape[2], unit, capacity)
     return attention.attend(
-        query, block_key, block_value, (ring_key, ring_value, slot, frontier), live, visible,
-        reader=_ring(window), name="sliding_window_attention", width=width, scale=scale,
-        tiles=tiles, interpret=interpret,
+        query, block_key, block_value, (ring_key, ring_value, slot, frontier), live, block_mask,
+        reader=_ring(window), name="sliding_window_attention", scale=scale, tiles=tiles,
+        interpret=interpret,
     )
 
 
@@ -38,7 +38,7 @@ def _ring(window: int):
         slots, _, capacity, _ = ring_key.shape
         lane, end = jnp.clip(slot[row], 0, slots - 1), frontier[row]
 
-        def read(first, column):
+        def read(first, _, column):
             index = first + jnp.arange(keys, dtype=jnp.int32)
             # The largest position below the frontier that belongs at the index.
             position = end - 1 - (end - 1 - index + capacity) % capacity
@@ -50,6 +50,6 @@ def _ring(window: int):
             seen = held & (end - position < window)
             return ring_key[lane, head, place, :], ring_value[lane, head, place, :], seen, visible
 
-        return jnp.minimum(end, capacity), read
+        return jnp.minimum(end, capacity), lambda first: first, read
 
     return reader

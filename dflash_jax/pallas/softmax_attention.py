@@ -19,15 +19,15 @@ def supports(width: int, page: int, dim: int) -> bool:
 
 
 def attend(
-    query, block_key, block_value, key_pages, value_pages, table, frontier, live, visible, *,
-    width, scale, interpret, tiles=None,
+    query, block_key, block_value, key_pages, value_pages, table, frontier, live, block_mask,
+    gate=None, *, scale, interpret, tiles=None,
 ):
     """See `attention.attend`; pages, table and frontier as in the op."""
     page = key_pages.shape[2]
-    tiles = tiles or Tiles.of(*query.shape, page, table.shape[1] * page)
+    tiles = tiles or Tiles.of(query.shape, block_key.shape[2], page, table.shape[1] * page)
     return attention.attend(
-        query, block_key, block_value, (key_pages, value_pages, table, frontier), live, visible,
-        reader=_pages, name="softmax_attention", width=width, scale=scale, tiles=tiles,
+        query, block_key, block_value, (key_pages, value_pages, table, frontier), live, block_mask,
+        gate, reader=_pages, name="softmax_attention", scale=scale, tiles=tiles,
         interpret=interpret,
     )
 
@@ -37,11 +37,14 @@ def _pages(context, row, head, keys):
     _, num_pages, page, _ = key_pages.shape
     length = frontier[row]
 
-    def read(first, column):
-        number = jnp.clip(table[row, first // page], 0, num_pages - 1)
+    def locate(first):
+        entry = jnp.minimum(first // page, table.shape[1] - 1)
+        return jnp.clip(table[row, entry], 0, num_pages - 1)
+
+    def read(number, first, column):
         place = pl.ds(first % page, keys)
         seen = first + jnp.arange(keys, dtype=jnp.int32) < length
         visible = jnp.broadcast_to(seen[None, :], (column.shape[0], keys))
         return key_pages[head, number, place, :], value_pages[head, number, place, :], seen, visible
 
-    return length, read
+    return length, locate, read

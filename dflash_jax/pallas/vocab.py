@@ -4,8 +4,8 @@ Implements: ops/vocab.py, the selection of `linear_topk`.
 Matches when: k <= 128.
 
 The k blocks with the largest maxima (equal maxima: the lower block) hold the k best scores (equal
-scores: the lower index), so a program looks at the maxima, and then inside k blocks only. It runs
-in one warp: every reduction stays in its lanes.
+scores: the lower index), so a program looks at the maxima, and then inside k blocks only. Up to 16
+it runs in one warp: every reduction stays in its lanes.
 """
 
 import jax
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from dflash_jax.pallas.common import WHOLE, gpu_call, load
 
 BLOCK = 128
-_LOWEST = np.int32(-(2**31))  # below the key of every score
+LOWEST = np.int32(-(2**31))  # below the key of every score
 
 
 def supports(k: int) -> bool:
@@ -39,11 +39,25 @@ def top_k(scores, *, k: int, eligible: int, interpret: bool):
     if blocks * BLOCK != count:
         scores = jnp.pad(scores, ((0, 0), (0, blocks * BLOCK - count)))
     index = jnp.arange(blocks * BLOCK, dtype=jnp.int32)
-    keys = jnp.where(index < eligible, _key(scores), _LOWEST)
+    keys = jnp.where(index < eligible, key(scores), LOWEST)
     maxima = jnp.max(keys.reshape(rows, blocks, BLOCK), axis=-1)
+    return best_of_blocks(scores, maxima, rows=rows, k=k, eligible=eligible, interpret=interpret)
+
+
+def best_of_blocks(scores, maxima, *, rows, k, eligible, interpret, entries_first=False):
+    """The k best of rows whose block maxima are known.
+
+    Args:
+      scores: [R, blocks * BLOCK] fp32; from `eligible` on anything.
+      maxima: [R, blocks] int32 keys of the eligible scores.
+      rows: R.
+      entries_first: both come transposed, [blocks * BLOCK, C] and [blocks, C] with C >= R.
+    Returns:
+      as `top_k`.
+    """
     kept = max(16, pl.next_power_of_2(k))
     best = gpu_call(
-        _kernel(k, kept, blocks, eligible),
+        _kernel(k, kept, maxima.shape, entries_first, eligible),
         name="top_k",
         out_shape=(
             jax.ShapeDtypeStruct((rows, kept), jnp.float32),
@@ -53,22 +67,29 @@ def top_k(scores, *, k: int, eligible: int, interpret: bool):
         in_specs=[WHOLE] * 2,
         out_specs=(WHOLE,) * 2,
         interpret=interpret,
-        num_warps=1,
+        num_warps=kept // 16,
     )(scores.reshape(-1), maxima.reshape(-1))
     return tuple(x[:, :k] for x in best)
 
 
-def _kernel(k: int, kept: int, blocks: int, eligible: int):
+def _kernel(k: int, kept: int, shape: tuple[int, int], entries_first: bool, eligible: int):
+    blocks = shape[0] if entries_first else shape[1]
+
     def kernel(scores, maxima, best, ids):
         row, slot = pl.program_id(0), jnp.arange(kept, dtype=jnp.int32)
+
+        def place_of(entry, entries):
+            return entry * shape[1] + row if entries_first else row * entries + entry
+
         places = jnp.arange(max(16, pl.next_power_of_2(blocks)), dtype=jnp.int32)
-        highest = load(maxima.at[row * blocks + places], mask=places < blocks, other=_LOWEST)
+        inside = places < blocks
+        highest = load(maxima.at[place_of(places, blocks)], mask=inside, other=LOWEST)
 
         def choose_block(rank, carry):
             chosen, left = carry
             _, place = _first_largest(left, places)
             return jnp.where(slot == rank, place, chosen), jnp.where(
-                places == place, _LOWEST, left
+                places == place, LOWEST, left
             )
 
         # Unused entries name a block past the end: nothing in it is eligible.
@@ -78,16 +99,16 @@ def _kernel(k: int, kept: int, blocks: int, eligible: int):
         offset = jnp.arange(BLOCK, dtype=jnp.int32)
         index = chosen[:, None] * BLOCK + offset[None, :]
         inside = index < eligible
-        value = load(scores.at[row * blocks * BLOCK + index], mask=inside, other=0.0)
+        value = load(scores.at[place_of(index, blocks * BLOCK)], mask=inside, other=0.0)
         value = jnp.where(value == 0.0, 0.0, value)
-        keys = jnp.where(inside, _key(value), _LOWEST)
+        keys = jnp.where(inside, key(value), LOWEST)
 
         def choose(rank, carry):
             found, at, left = carry
             largest, place = _first_largest(left, index)
             found = jnp.where(slot == rank, largest, found)
             at = jnp.where(slot == rank, place, at)
-            return found, at, jnp.where(index == place, _LOWEST, left)
+            return found, at, jnp.where(index == place, LOWEST, left)
 
         start = (jnp.zeros((kept,), jnp.int32), jnp.zeros((kept,), jnp.int32), keys)
         found, at, _ = lax.fori_loop(0, k, choose, start)
@@ -103,7 +124,7 @@ def _first_largest(keys, index):
     return largest, jnp.min(jnp.where(keys == largest, index, np.int32(2**31 - 1)))
 
 
-def _key(scores):
+def key(scores):
     """int32 keys that compare like the scores; -0 counts as +0."""
     bits = lax.bitcast_convert_type(jnp.where(scores == 0.0, 0.0, scores), jnp.int32)
     return jnp.where(bits < 0, bits ^ np.int32(2**31 - 1), bits)

@@ -1,7 +1,5 @@
 """Gated full attention of the target: partial three-axis rotation, paged context, output gate."""
 
-import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from dflash_jax.config import DtypePolicy, TargetConfig
@@ -63,11 +61,10 @@ class GatedAttention(nn.Module):
         mixed = softmax_attention(
             query, key, value, pages.key, pages.value, columns.table, columns.frontier,
             columns.live, block_mask=columns.block_mask, scale=config.head_dim**-0.5,
-            implementation=implementation,
+            gate=parts["gate"].reshape(query.shape), implementation=implementation,
         )
-        gate = jax.nn.sigmoid(parts["gate"].astype(jnp.float32))
-        mixed = mixed.reshape(gate.shape).astype(jnp.float32) * gate
-        return self.output(mixed.astype(dtype), dtype, implementation), (key, value)
+        mixed = mixed.reshape(*x.shape[:2], -1)
+        return self.output(mixed, dtype, implementation), (key, value)
 
     def _rotate(self, x, columns):
         rope = self.config.rope

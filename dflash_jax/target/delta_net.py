@@ -1,14 +1,13 @@
 """Gated DeltaNet layer of the target: projections, short convolution, recurrence, gated norm."""
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from dflash_jax.config import DtypePolicy, TargetConfig
 from dflash_jax.layers import FusedLinear, Linear, RMSNorm, matrix_init
-from dflash_jax.ops.causal_conv1d import causal_conv1d_silu, shift_history
-from dflash_jax.ops.gated_delta_rule import gated_delta_prefill, gated_delta_verify
-from dflash_jax.ops.norm import gated_rmsnorm
+from dflash_jax.ops.causal_conv1d import shift_history
+from dflash_jax.ops.gated_delta_block import close_heads, gated_delta_block, gated_delta_inputs
+from dflash_jax.ops.gated_delta_rule import gated_delta_prefill
 from dflash_jax.state.gdn import GdnRecords, GdnState
 
 
@@ -43,53 +42,41 @@ class GatedDeltaNet(nn.Module):
 
     def verify(self, x, columns, state: GdnState):
         """[B, W, H] normed -> y [B, W, H] and `GdnRecords`; the state is read only."""
-        slots = state.conv.shape[0]
-        history = state.conv[jnp.minimum(columns.slot, slots - 1)]
-        query, records, z = self._inputs(x, columns, history, self.implementation)
-        mixed = gated_delta_verify(
-            query, records.key, records.value, records.decay, state.recurrent, columns.slot,
-            columns.parent, columns.live, chain=columns.chain, implementation=self.implementation,
+        projected, gates = self._project(x, self.implementation)
+        output, inputs = gated_delta_block(
+            projected, gates, state.conv, self.conv, self.A_log, self.dt_bias, self.norm.weight,
+            state.recurrent, columns.slot, columns.parent, columns.live,
+            key_heads=self.config.gdn.key_heads, eps=self.config.norm_eps, chain=columns.chain,
+            implementation=self.implementation,
         )
-        return self._close(mixed, z, self.implementation), records
+        records = GdnRecords(
+            key=inputs.key, value=inputs.value, decay=inputs.decay, conv_input=inputs.conv_input
+        )
+        return self.output(output, output.dtype, self.implementation), records
 
     def prefill(self, x, columns, state: GdnState):
         """[B, T, H] normed -> y [B, T, H] and the rows' image after the live columns."""
-        image = state.rows(columns.slot)
-        query, records, z = self._inputs(x, columns, image.conv, "xla")
+        gdn, image = self.config.gdn, state.rows(columns.slot)
+        projected, gates = self._project(x, "xla")
+        wide = gdn.channels + gdn.value_width
+        inputs = gated_delta_inputs(
+            projected, projected[..., wide:] if gates is None else gates, image.conv, self.conv,
+            self.A_log, self.dt_bias, columns.parent, key_heads=gdn.key_heads,
+            heads=image.recurrent.shape[1:], chain=columns.chain,
+        )
         mixed, recurrent = gated_delta_prefill(
-            query, records.key, records.value, records.decay, image.recurrent, columns.live
+            inputs.query, inputs.key, inputs.value, inputs.decay, image.recurrent, columns.live
         )
         path = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-        conv = shift_history(image.conv, records.conv_input, path, columns.live)
-        return self._close(mixed, z, "xla"), GdnState(recurrent=recurrent, conv=conv)
-
-    def _inputs(self, x, columns, history, implementation):
-        """Query [B, W, Hk, Dk], records of every column, and the output gate z."""
-        gdn, dtype = self.config.gdn, self.dtypes.activation_dtype
-        parts = self.in_proj(x, jnp.float32, implementation)
-        if self.gates is not None:
-            parts |= self.gates(x, jnp.float32)
-        conv_input = parts["qkv"].astype(dtype)
-        mixed = causal_conv1d_silu(
-            conv_input, history, self.conv, columns.parent, chain=columns.chain
-        ).astype(dtype)
-        width = gdn.key_heads * gdn.key_dim
-        query, key, value = jnp.split(mixed, [width, 2 * width], axis=-1)
-        rate = jnp.exp(self.A_log) * jax.nn.softplus(parts["a"] + self.dt_bias)
-        decay = jnp.stack([-rate, jax.nn.sigmoid(parts["b"])], axis=-1)
-        keys = (*x.shape[:2], gdn.key_heads, gdn.key_dim)
-        records = GdnRecords(
-            key=key.reshape(keys),
-            value=value.reshape(*x.shape[:2], gdn.value_heads, gdn.value_dim),
-            decay=decay,
-            conv_input=conv_input,
+        conv = shift_history(image.conv, inputs.conv_input, path, columns.live)
+        output = close_heads(
+            mixed, projected[..., gdn.channels : wide], self.norm.weight, self.config.norm_eps,
+            image.conv.dtype,
         )
-        return query.reshape(keys), records, parts["z"].astype(dtype)
+        y = self.output(output, output.dtype, "xla")
+        return y, GdnState(recurrent=recurrent, conv=conv)
 
-    def _close(self, mixed, z, implementation):
-        dtype = self.dtypes.activation_dtype
-        gated = gated_rmsnorm(
-            mixed, z.reshape(mixed.shape), self.norm.weight, self.config.norm_eps
-        )
-        return self.output(gated.astype(dtype).reshape(z.shape), dtype, implementation)
-
+    def _project(self, x, implementation):
+        """[B, W, channels + Hv * Dv (+ 2 * Hv)] fp32, and the gates' rows if they are apart."""
+        joined = self.in_proj.joined(x, jnp.float32, implementation)
+        return joined, None if self.gates is None else self.gates.joined(x, jnp.float32)

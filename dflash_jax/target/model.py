@@ -7,7 +7,7 @@ from flax import struct
 
 from dflash_jax.config import DtypePolicy, LayerKind, TargetConfig
 from dflash_jax.config.block_scaled import DENSE_MATRICES
-from dflash_jax.layers import RMSNorm, SwiGlu, joined, matrix_init
+from dflash_jax.layers import RMSNorm, SwiGlu, add_branch, matrix_init
 from dflash_jax.ops.linear import linear
 from dflash_jax.ops.softmax_attention import ancestor_mask
 from dflash_jax.state.gdn import GdnRecords, GdnState
@@ -184,7 +184,7 @@ class Target(nn.Module):
                 x, branch, kept = layer(x, branch, columns, memory, records=records)
                 gdn.append(kept)
             if index in self.capture:
-                residuals[index] = joined(x, branch)
+                residuals[index] = add_branch(x, branch)
         captured = [residuals[index] for index in self.capture]
         features = jnp.concatenate(captured, axis=-1) if captured else x[..., :0]
         implementation = self.implementation if records else "xla"

@@ -13,7 +13,7 @@ from dflash_jax.config import DraftConfig, DtypePolicy, TargetConfig
 from dflash_jax.layers import matrix_init
 from dflash_jax.weights import names
 from dflash_jax.weights.convert import insert
-from dflash_jax.weights.names import PlannedLeaf, Storage
+from dflash_jax.weights.leaves import PlannedLeaf, Storage
 
 # Decay rates and steps of a fresh Gated DeltaNet: memories of a few to a few thousand tokens.
 RATE_RANGE = (1.0, 16.0)

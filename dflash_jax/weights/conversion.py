@@ -22,6 +22,7 @@ import numpy as np
 
 from dflash_jax.config import ConfigError, TargetConfig
 from dflash_jax.config.folder import read_json, write_text
+from dflash_jax.config.rules import is_int
 from dflash_jax.weights.converted import (
     FORMAT,
     ITEMS,
@@ -40,10 +41,12 @@ from dflash_jax.weights.files import INDEX, WeightsError
 from dflash_jax.weights.header import DTYPES
 from dflash_jax.weights.hf_config import read_target_config
 from dflash_jax.weights.hf_draft_config import draft_causality, read_draft_config
-from dflash_jax.weights.names import Storage
+from dflash_jax.weights.leaves import Storage
 from dflash_jax.weights.source import ChosenLeaf, Source, draft_source, target_source
 
 MATRIX_DTYPES = {"bfloat16": DTYPES["BF16"], "float32": DTYPES["F32"]}
+FP8 = "fp8"  # of a target: layer matrices in float8, other matrices in bfloat16
+MAX_SHARDS = 1024
 _PLAN, _RECORDS, _LOCK = "plan.json", "records", "lock"
 _SMALL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md")
 _SMALL_BYTES = 64 << 20
@@ -97,6 +100,8 @@ class ConversionPlan:
             f"  to {len(self.items)} items, {self.num_bytes / 1e9:.3f} GB, the largest "
             f"{self.largest / 1e9:.3f} GB",
         ]
+        if quantised := self.identity.get("quantised"):
+            lines.append(f"  {quantised} tensors quantised to float8")
         if "causality" in self.identity:
             causality = self.identity["causality"]
             lines.append(f"  causality {causality['flags']}, decided by {causality['reason']}")
@@ -107,21 +112,28 @@ class ConversionPlan:
         return "\n".join(lines)
 
 
-def plan_target(folder: str | Path, out: str | Path, dtype: str) -> ConversionPlan:
+def plan_target(
+    folder: str | Path, out: str | Path, dtype: str, *, shards: int = 1
+) -> ConversionPlan:
     """Plans a target's conversion; reads headers and small vectors.
 
     Args:
       folder: Hugging Face folder.
       out: the folder that will hold the converted weights.
-      dtype: of matrices, "bfloat16" or "float32".
-    Raises: ConfigError for config.json or dtype; WeightsError listing all faults of the tensors.
+      dtype: of dense matrices, "bfloat16" or "float32"; or "fp8", which quantises the matrices that
+        official FP8 releases have in float8. Those that the files have so stay so.
+      shards: chunks, at least, of each large leaf on disk, for as many readers of a part each.
+    Raises: ConfigError for config.json, dtype or shards; WeightsError listing all faults of the
+      tensors.
     """
-    source = target_source(folder, read_target_config(folder))
-    return _plan("target", source, out, dtype, {})
+    config, quantised = read_target_config(folder), dtype == FP8
+    source = target_source(folder, config, quantised_to_fp8=quantised)
+    more = {"quantised": len(source.files.derived)}
+    return _plan("target", source, out, "bfloat16" if quantised else dtype, shards, more)
 
 
 def plan_draft(
-    folder: str | Path, out: str | Path, dtype: str, target: TargetConfig
+    folder: str | Path, out: str | Path, dtype: str, target: TargetConfig, *, shards: int = 1
 ) -> ConversionPlan:
     """Plans a draft's conversion for a target; see `plan_target`."""
     config = read_draft_config(folder, target)
@@ -134,7 +146,7 @@ def plan_draft(
         "headers": {file: header.text.decode() for file, header in source.files.headers.items()},
         "index": index.read_text("utf-8") if len(source.files.headers) > 1 else None,
     }
-    return _plan("draft", source, out, dtype, more)
+    return _plan("draft", source, out, dtype, shards, more)
 
 
 def convert(plan: ConversionPlan, on_bytes: Callable[[int, int], None] | None = None) -> bool:
@@ -168,9 +180,13 @@ def convert(plan: ConversionPlan, on_bytes: Callable[[int, int], None] | None = 
     return True
 
 
-def _plan(kind: str, source: Source, out: str | Path, dtype: str, more: dict) -> ConversionPlan:
+def _plan(
+    kind: str, source: Source, out: str | Path, dtype: str, shards: int, more: dict
+) -> ConversionPlan:
     if dtype not in MATRIX_DTYPES:
-        raise ConfigError(f"dtype: expected one of {list(MATRIX_DTYPES)}, got {dtype!r}")
+        raise ConfigError(f"dtype: expected one of {[*MATRIX_DTYPES, FP8]}, got {dtype!r}")
+    if not is_int(shards) or not 1 <= shards <= MAX_SHARDS:
+        raise ConfigError(f"shards: expected 1..{MAX_SHARDS}, got {shards!r}")
     source.check()
     groups: dict[str, list[ChosenLeaf]] = {}
     for entry in source.chosen:
@@ -198,6 +214,7 @@ def _plan(kind: str, source: Source, out: str | Path, dtype: str, more: dict) ->
         "kind": kind,
         "dtype": dtype,
         "rounded": _rounds(source, dtype),
+        "shards": shards,
         "config_sha256": small["config.json"],
         "sources": files,
         "small_files": small,
@@ -222,6 +239,8 @@ def _leaf_bytes(entry: ChosenLeaf, dtype: str) -> int:
 
 
 def _dtype_of(entry: ChosenLeaf, dtype: str) -> np.dtype:
+    if entry.leaf.storage is Storage.FP8:
+        return DTYPES["F8_E4M3"]
     return MATRIX_DTYPES[dtype] if entry.leaf.storage is Storage.MATRIX else DTYPES["F32"]
 
 
@@ -296,7 +315,7 @@ def _write_item(plan: ConversionPlan, item: ItemPlan, partial: Path) -> None:
             shutil.rmtree(left)
     leaves = _read_item(plan, item)
     prints = {path: fingerprint(values) for path, values in leaves.items()}
-    save_item(place, leaves)
+    save_item(place, leaves, plan.identity["shards"])
     leaves.clear()
     back = restore_item(place, prints)
     for path, expected in prints.items():

@@ -22,7 +22,7 @@ from dflash_jax.weights.files import WeightsError
 from dflash_jax.weights.heads import OwnHead, plan_own_head, read_own_head
 from dflash_jax.weights.hf_config import read_target_config
 from dflash_jax.weights.hf_draft_config import read_draft_config
-from dflash_jax.weights.names import PlannedLeaf, Storage
+from dflash_jax.weights.leaves import PlannedLeaf, Storage
 from dflash_jax.weights.source import Source, draft_source, target_source
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ def load_target(
     Args:
       folder: holds config.json and model.safetensors, or shards with their index; or converted
         weights (`scripts/convert_weights.py`).
-      policy: `param` is the dtype of matrices; vectors and small kernels are float32.
+      policy: `param` is the dtype of dense matrices; vectors and small kernels are float32, and
+        block-scaled matrices stay float8 beside float32 scales.
       public_vocab: V_pub; None takes it from tokenizer.json, else the vocabulary rows.
       shardings: of each leaf, by its path and shape; None puts all on the default device.
     Returns:
@@ -55,11 +56,12 @@ def load_target(
     config = read_target_config(folder, public_vocab=public_vocab)
     if is_converted(folder):
         stored = ConvertedFolder(folder, "target")
+        config = stored.with_fp8(config)
         params = _restore(stored, names.target_plan(config)[0], policy, shardings)
     else:
         source = target_source(folder, config)
         source.check()
-        params = _build(source, policy, shardings)
+        config, params = source.config, _build(source, policy, shardings)
     _warn_about_norms(params, config)
     return config, params
 
@@ -144,7 +146,10 @@ def _build(source: Source, policy: DtypePolicy, shardings: Shardings | None) -> 
 
 
 def leaf_dtype(storage: Storage, policy: DtypePolicy) -> np.dtype:
-    """Dtype of a leaf: `policy.param` for matrices, float32 for vectors."""
+    """Dtype of a leaf: `policy.param` for dense matrices, float8 for block-scaled ones, float32 for
+    vectors and scales."""
+    if storage is Storage.FP8:
+        return jnp.dtype("float8_e4m3fn")
     return policy.param_dtype if storage is Storage.MATRIX else jnp.dtype("float32")
 
 

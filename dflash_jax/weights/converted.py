@@ -9,6 +9,7 @@ SHA-256, and where they came from; it holds no times, so equal sources give equa
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -17,18 +18,19 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 
-from dflash_jax.config import ConfigError
+from dflash_jax.config import ConfigError, Fp8Config, TargetConfig
 from dflash_jax.config.folder import read_json
 from dflash_jax.weights.files import WeightsError, is_plain
 from dflash_jax.weights.header import DTYPES
-from dflash_jax.weights.names import PlannedLeaf, Storage
+from dflash_jax.weights.leaves import PlannedLeaf, Storage
 
 FORMAT = "dflash_jax weights 1"
 LIBRARY = "dflash_jax 0.1.0"  # who wrote it; the version of pyproject.toml
 MANIFEST, SIZES, ITEMS = "manifest.json", "sizes.json", "items"
 OWN_HEAD_ITEM = "own_head"  # a draft's own head and id map, by canonical name, as stored
-# Bytes of one chunk of a leaf on disk: bounds what orbax holds beside the leaves.
-CHUNK = 64 << 20
+# Bytes of one chunk of a leaf on disk. The most bounds what orbax holds beside the leaves; smaller
+# ones than the least are slow.
+CHUNK, SMALLEST_CHUNK = 64 << 20, 1 << 20
 
 
 def is_converted(folder: str | Path) -> bool:
@@ -51,9 +53,18 @@ def fingerprint(values: np.ndarray) -> dict:
     return {"shape": list(values.shape), "dtype": str(values.dtype), "sha256": digest}
 
 
-def save_item(folder: Path, leaves: dict[str, np.ndarray]) -> None:
-    """Writes one item; `leaves` by path, joined with "/". Whole or absent: orbax renames it."""
-    args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK) for name in leaves}
+def save_item(folder: Path, leaves: dict[str, np.ndarray], shards: int = 1) -> None:
+    """Writes one item; `leaves` by path, joined with "/". Whole or absent: orbax renames it.
+
+    Args:
+      shards: chunks, at least, in which a leaf lies that has a MiB for each.
+    """
+    args = {
+        name: ocp.SaveArgs(
+            chunk_byte_size=min(CHUNK, max(SMALLEST_CHUNK, values.nbytes // shards))
+        )
+        for name, values in leaves.items()
+    }
     tree = {name: values.view(_Uncopied) for name, values in leaves.items()}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree, save_args=args))
@@ -129,6 +140,21 @@ class ConvertedFolder:
         if faults:
             raise WeightsError(self.folder, faults)
 
+    def with_fp8(self, config: TargetConfig) -> TargetConfig:
+        """A target's config with the block-scaled matrices that the manifest states.
+
+        Raises: WeightsError if it states something else there.
+        """
+        try:
+            stated = self.manifest["geometry"]["fp8"]
+            if stated is None:
+                return config
+            layers = tuple(map(tuple, stated["layers"]))
+            fp8 = Fp8Config(**{**stated, "layers": layers})
+            return dataclasses.replace(config, fp8=fp8)
+        except (ConfigError, TypeError, KeyError) as error:
+            raise WeightsError(self.folder, [f"{MANIFEST}: geometry: fp8: {error}"]) from error
+
     def has(self, path: str) -> bool:
         """Whether a leaf is stored, an own head excepted."""
         items = self.manifest["items"].items()
@@ -202,7 +228,9 @@ class ConvertedFolder:
             if stated is None:
                 yield f"{path}: missing"
                 continue
-            dtype = self.manifest["dtype"] if leaf.storage is Storage.MATRIX else "float32"
+            dtype = {
+                Storage.MATRIX: self.manifest["dtype"], Storage.FP8: "float8_e4m3fn"
+            }.get(leaf.storage, "float32")  # fmt: skip
             expected, got = ([*leaf.shape], dtype), (stated["shape"], stated["dtype"])
             if got != expected:
                 yield f"{path}: expected {expected}, got {got}"

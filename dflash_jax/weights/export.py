@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from dflash_jax.config import DraftConfig, DraftKind, LayerKind, TargetConfig
 from dflash_jax.weights import names
-from dflash_jax.weights.names import PlannedLeaf
+from dflash_jax.weights.leaves import PlannedLeaf
 from dflash_jax.weights.transforms import VIEWS, Sizes, split_rows
 
 
@@ -28,7 +28,11 @@ def save_target(folder: str | Path, config: TargetConfig, params: Mapping) -> No
 
     `config.public_vocab` is not stored. Loading takes it from a tokenizer.json put beside these
     files, else from its `public_vocab` argument, else it is the vocabulary rows.
+
+    Raises: ValueError for a config with float8 matrices: a file's blocks may have been joined.
     """
+    if config.fp8 is not None:
+        raise ValueError(f"fp8: expected none, got {config.fp8.count} matrices")
     leaves, sizes = names.target_plan(config)
     tensors = {
         name if name == "lm_head.weight" else f"model.{name}": tensor

@@ -37,7 +37,10 @@ class TensorFiles:
     unreadable: names that an index promises and no file holds; a fault of their file already.
     blind: the only file has no header that can be read, so nothing is known of the names.
     headers: the header of each file by its name, sorted.
+    derived: names that are computed and in no file: none.
     """
+
+    derived: frozenset[str] = frozenset()
 
     def __init__(self, folder: str | Path):
         """Reads the header of every file of the folder.

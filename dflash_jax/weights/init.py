@@ -15,7 +15,7 @@ import numpy as np
 from dflash_jax.config import DraftConfig, DtypePolicy, TargetConfig
 from dflash_jax.weights import names
 from dflash_jax.weights.convert import insert, place
-from dflash_jax.weights.names import PlannedLeaf, Storage
+from dflash_jax.weights.leaves import PlannedLeaf, Storage
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -26,7 +26,11 @@ BRANCH_GAIN = 3.0
 
 
 def random_target(config: TargetConfig, policy: DtypePolicy, *, seed: int) -> dict:
-    """Parameters of a target on the default device, a function of config, policy and seed."""
+    """Parameters of a target on the default device, a function of config, policy and seed.
+
+    Raises: ValueError for a config with float8 matrices.
+    """
+    _refuse_fp8(config)
     leaves, _ = names.target_plan(config)
     depth = 2 * config.num_layers
     norm = _around(0.0, 0.1)  # stored as w of (1 + w)
@@ -34,6 +38,11 @@ def random_target(config: TargetConfig, policy: DtypePolicy, *, seed: int) -> di
     if config.tie_embeddings:
         exceptions["embedding"] = _matrix(LOGIT_SPREAD)
     return _fill(leaves, policy, seed, depth, norm, exceptions)
+
+
+def _refuse_fp8(config: TargetConfig) -> None:
+    if config.fp8 is not None:
+        raise ValueError(f"fp8: expected none, got {config.fp8.count} matrices")
 
 
 def random_draft(config: DraftConfig, policy: DtypePolicy, *, seed: int) -> dict:

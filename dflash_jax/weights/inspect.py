@@ -91,6 +91,7 @@ def inspect_folder(
             lines += describe(config).splitlines()[1:]
             if not stored:
                 source = target_source(folder, config)
+                lines[1:] = describe(source.config).splitlines()[1:]
         if stored:
             return _converted(folder, config, lines)
     except ConfigError as error:
@@ -110,6 +111,9 @@ def _converted(folder: Path, config: TargetConfig | DraftConfig, lines: list[str
     opened = ConvertedFolder(folder, "draft" if of_draft else "target")
     if of_draft:
         config = dataclasses.replace(config, own_embedding=opened.has("embedding"))
+    else:
+        config = opened.with_fp8(config)
+        lines = [lines[0], *describe(config).splitlines()[1:]]
     leaves, _ = draft_plan(config) if of_draft else target_plan(config)
     manifest, faults = opened.manifest, ()
     try:
@@ -120,6 +124,8 @@ def _converted(folder: Path, config: TargetConfig | DraftConfig, lines: list[str
     entries = [entry for item in items for entry in item.values()]
     size = sum(math.prod(e["shape"]) * np.dtype(e["dtype"]).itemsize for e in entries) / GB
     rounded = ", rounded from wider ones" if manifest["rounded"] else ""
+    if quantised := manifest.get("quantised"):
+        rounded += f", {quantised} tensors quantised to float8"
     return Report(
         (
             *lines,

@@ -12,71 +12,12 @@ C channels of the GDN; F = n_tap * H, n = draft layers, g = groups, R = selector
 
 from __future__ import annotations
 
-import enum
 import math
-from dataclasses import dataclass
 
 from dflash_jax.config import DraftConfig, DraftKind, TargetConfig
+from dflash_jax.weights.block_scaled import scaled_plan
+from dflash_jax.weights.leaves import Layers, Leaf, Part, PlannedLeaf, PlannedPart, Storage
 from dflash_jax.weights.transforms import Sizes
-
-
-class Storage(enum.Enum):
-    """Dtype class of a leaf."""
-
-    MATRIX = "matrix"  # DtypePolicy.param: matrices, embedding, head, codebooks
-    VECTOR = "vector"  # float32: norms, gates' constants, small kernels
-
-
-class Layers(enum.Enum):
-    """How often an entry applies."""
-
-    ONCE = "once"
-    ALL = "all layers"
-    FULL = "full-attention layers"
-    LINEAR = "linear-attention layers"
-    EVERY_LAYER = "one leaf made of a piece of every layer"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A file tensor, or a view of it, that becomes consecutive elements of a leaf."""
-
-    name: str
-    shape: str
-    view: str = "whole"
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """One parameter: where it goes and what it is made of."""
-
-    path: str
-    shape: str
-    layouts: tuple[tuple[Part, ...], ...]
-    storage: Storage
-    layers: Layers
-    copy: bool = False  # holds file tensors that another leaf holds as well
-
-
-@dataclass(frozen=True)
-class PlannedLeaf:
-    """A `Leaf` of one model, every symbol replaced."""
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    layouts: tuple[tuple[PlannedPart, ...], ...]
-    storage: Storage
-    copy: bool
-
-
-@dataclass(frozen=True)
-class PlannedPart:
-    """A `Part` of one model, every symbol replaced."""
-
-    name: str
-    shape: tuple[int, ...]
-    view: str
-
 
 # Not used by a text-only run with a DFlash draft: multi-token prediction and the vision tower.
 IGNORED_TARGET_PREFIXES = (
@@ -311,7 +252,7 @@ def target_plan(config: TargetConfig) -> tuple[list[PlannedLeaf], Sizes]:
         Layers.FULL: config.full_layers,
         Layers.LINEAR: config.linear_layers,
     }
-    return _plan(leaves, sizes, layers), sizes
+    return scaled_plan(_plan(leaves, sizes, layers), sizes, config), sizes
 
 
 def draft_plan(config: DraftConfig) -> tuple[list[PlannedLeaf], Sizes]:

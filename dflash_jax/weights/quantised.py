@@ -63,7 +63,9 @@ _SCHEMES = (
         "unpacking of 4- or 8-bit groups of 64, norms less one and conv1d moved back",
     ),
     Scheme("MLX", (".biases",), (), "unpacking of 4- or 8-bit groups of 64 with scales and biases"),
-    Scheme("FP8, block-scaled", ("_scale_inv",), (), "a product of F8_E4M3 blocks with scales"),
+    Scheme(
+        "FP8, block-scaled", ("_scale_inv",), (), "products with F8_E4M3 blocks, which targets have"
+    ),
     Scheme("FP8", (".weight_scale",), (), "a product of F8_E4M3 rows or tensors with scales"),
     Scheme("NVFP4", (".weight_global_scale",), (), "the packed weights of the global scales"),
     Scheme("an unknown scheme", (".input_global_scale",), (), "its packed weights"),
@@ -82,13 +84,16 @@ SUFFIXES = tuple(dict.fromkeys(end for scheme in _SCHEMES for end in scheme.suff
 )
 
 
-def recognise(dtypes: Mapping[str, str]) -> str | None:
+def recognise(dtypes: Mapping[str, str], *, block_scaled: bool = False) -> str | None:
     """One line on the scheme of a file, or None for dense ones.
 
     Args:
       dtypes: safetensors' dtype by stored name.
+      block_scaled: FP8 with block scales is implemented for this kind of model, and so no scheme.
     """
     for scheme in _SCHEMES:
+        if block_scaled and scheme.name == "FP8, block-scaled":
+            continue
         marked = [[n for n in dtypes if n.endswith(end)] for end in scheme.suffixes]
         if not all(marked):
             continue
@@ -97,7 +102,9 @@ def recognise(dtypes: Mapping[str, str]) -> str | None:
         return _line(sorted(marked[0]), scheme)
     if tiled := sorted(name for name in dtypes if name.startswith(GGUF.suffixes)):
         return _line(tiled, GGUF)
-    if bare := sorted(name for name, dtype in dtypes.items() if dtype.startswith("F8_")):
+    scaled = block_scaled and any(name.endswith("_scale_inv") for name in dtypes)
+    bare = sorted(name for name, dtype in dtypes.items() if dtype.startswith("F8_"))
+    if bare and not scaled:
         return _line(bare, Scheme("FP8 without scales", (), (), "a dtype of its own"))
     return None
 

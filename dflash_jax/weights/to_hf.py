@@ -21,7 +21,7 @@ from dflash_jax.weights.converted import MANIFEST, OWN_HEAD_ITEM, ConvertedFolde
 from dflash_jax.weights.files import INDEX, WeightsError
 from dflash_jax.weights.header import DTYPES
 from dflash_jax.weights.hf_draft_config import read_draft_config
-from dflash_jax.weights.names import PlannedLeaf
+from dflash_jax.weights.leaves import PlannedLeaf
 from dflash_jax.weights.source import draft_name
 from dflash_jax.weights.transforms import VIEWS, Sizes, split_rows
 

@@ -52,41 +52,40 @@ class Case:
 
     def time(self, form: str, key) -> float:
         """Microseconds of a call, the median over programs of many calls on different operands."""
-        one = self.make(key)
+        state, one = self._apart(self.make(key))
         held = max(self.bytes, sum(x.nbytes for x in jax.tree.leaves(one)), 1.0)
         copies = int(min(MOST_COPIES, max(3, ROTATED_BYTES // held)))
-        sets = [one, *(self.make(k) for k in jax.random.split(key, copies - 1))]
-        states, program = self._program(self.forms[form], sets)
-        states = jax.block_until_ready(program(states))
+        sets = [one, *(self._apart(self.make(k))[1] for k in jax.random.split(key, copies - 1))]
+        program = self._program(self.forms[form])
+        state, _ = jax.block_until_ready(program(state, sets))
         taken = []
         for _ in range(REPEATS):
-            began = time.perf_counter()
-            results = []
+            began, results = time.perf_counter(), []
             for _ in range(4):
-                results.append(program(states))
-                if self.state is not None:
-                    states = results.pop()
-            jax.block_until_ready((results, states))
+                state, result = program(state, sets)
+                results.append(result)
+            jax.block_until_ready((state, results))
             taken.append((time.perf_counter() - began) / 4 / copies)
         return statistics.median(taken) * 1e6
 
-    def _program(self, form: Callable, sets):
-        """The states of all operand sets, and the program that runs the form on each set once."""
+    def _apart(self, operands):
+        """The state, or nothing, and the other operands."""
         if self.state is None:
-            run = jax.jit(lambda sets: [form(*operands) for operands in sets])
-            return None, lambda states: run(sets)
-        place = self.state
-        states = [operands[place] for operands in sets]
-        rest = [(*operands[:place], *operands[place + 1 :]) for operands in sets]
+            return (), operands
+        return operands[self.state], (*operands[: self.state], *operands[self.state + 1 :])
 
-        def once(states, rest):
-            return [
-                form(*others[:place], state, *others[place:])
-                for state, others in zip(states, rest, strict=True)
-            ]
+    def _program(self, form: Callable):
+        """Runs a form on every set; a state goes through all of them, in place."""
+        def all_of_them(state, sets):
+            results = []
+            for operands in sets:
+                if self.state is None:
+                    results.append(form(*operands))
+                else:
+                    state = form(*operands[: self.state], state, *operands[self.state :])
+            return state, results
 
-        run = jax.jit(once, donate_argnums=0)
-        return states, lambda states: run(states, rest)
+        return jax.jit(all_of_them, donate_argnums=0)
 
 
 def _joined(result):

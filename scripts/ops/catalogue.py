@@ -9,10 +9,12 @@ from jax import lax
 
 from dflash_jax.ops import gated_delta_rule, sliding_window_attention, softmax_attention
 from dflash_jax.ops import sparse_moe as moe
+from dflash_jax.ops.block_scaled_linear import BlockScale, block_scaled_linear
+from dflash_jax.ops.gated_delta_block import gated_delta_block
 from dflash_jax.ops.vocab import top_k
 from dflash_jax.sampling.distribution import target_distribution
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
-from scripts.ops import between, draft
+from scripts.ops import between, draft, heads
 from scripts.ops.case import Case, normal
 from tests.oracles import attention as attention_oracle
 from tests.oracles import gated_delta_rule as delta_oracle
@@ -28,12 +30,15 @@ def cases(full: bool) -> list[Case]:
     found = []
     for batch in rows:
         found += [verify(batch, 8, chain=True), verify(batch, 16, chain=False)]
+        found += [delta_block(batch, width) for width in ((1, 8, 16) if full else (8,))]
         found += [paged(batch, 8, context) for context in ((4096, 32768) if full else (4096,))]
         found += [ring(batch, 8, 2048)]
     found += [select(7), *([select(120)] if full else [])]
     found += [experts(tokens) for tokens in ((1, 8, 64) if full else (8,))]
+    for tokens in (8, 64) if full else (8,):
+        found += [blocks(tokens, out, inner) for out, inner in ((34816, 5120), (5120, 17408))]
     found += [law(1, 8), *([law(8, 16)] if full else [])]
-    return found + between.cases(full) + draft.cases(full)
+    return found + between.cases(full) + draft.cases(full) + heads.cases(full)
 
 
 def verify(batch: int, width: int, *, chain: bool) -> Case:
@@ -69,6 +74,40 @@ def verify(batch: int, width: int, *, chain: bool) -> Case:
         forms={form: functools.partial(
             gated_delta_rule.gated_delta_verify, chain=chain, implementation=form
         ) for form in BOTH},
+    )
+
+
+def delta_block(batch: int, width: int) -> Case:
+    """A GDN layer of the 27B between its projections."""
+    key_heads, value_heads, dim, taps = 16, 48, 128, 4
+    channels = (2 * key_heads + value_heads) * dim
+
+    def make(key):
+        keys = jax.random.split(key, 8)
+        return (
+            normal(keys[0], (batch, width, channels + value_heads * (dim + 2)), jnp.float32),
+            normal(keys[1], (batch, taps - 1, channels)),
+            normal(keys[2], (channels, taps), jnp.float32, 0.5),
+            *(normal(k, (value_heads,), jnp.float32) for k in keys[3:5]),
+            normal(keys[5], (dim,), jnp.float32),
+            normal(keys[6], (batch, value_heads, dim, dim), jnp.float32, 0.1),
+            jnp.arange(batch, dtype=jnp.int32),
+            jnp.tile(jnp.maximum(jnp.arange(width, dtype=jnp.int32) - 1, 0), (batch, 1)),
+            jnp.full((batch,), width, jnp.int32),
+        )
+
+    def form(name):
+        def run(projected, *rest):
+            return gated_delta_block(
+                projected, None, *rest, key_heads=key_heads, eps=1e-6, chain=True,
+                implementation=name,
+            )
+        return run
+
+    return Case(
+        name=f"gated_delta_block B={batch} W={width}",
+        bytes=batch * value_heads * dim * dim * 4, make=make,
+        forms={name: form(name) for name in BOTH},
     )
 
 
@@ -185,6 +224,30 @@ def experts(tokens: int) -> Case:
         name=f"expert_mlp T={tokens}", bytes=unique * 3 * hidden * inner * 2, make=make,
         exact=exact if tokens <= 8 else None,
         forms={form: run(form) for form in BOTH} | {"ragged_dot": ragged},
+    )
+
+
+def blocks(tokens: int, out: int, inner: int, block: int = 128) -> Case:
+    """A product with a block-scaled float8 matrix."""
+    def make(key):
+        keys = jax.random.split(key, 3)
+        values = jnp.clip(100 * jax.random.normal(keys[1], (out, inner)), -448, 448)
+        scale = jnp.exp(jax.random.normal(keys[2], (out // block, inner // block)) / 4) / 7000
+        return normal(keys[0], (tokens, inner)), values.astype(jnp.float8_e4m3fn), scale
+
+    def run(form):
+        def call(x, values, scale):
+            stored = BlockScale(scale, block)
+            return block_scaled_linear(x, values, stored, jnp.float32, implementation=form)
+        return call
+
+    def exact(x, values, scale):
+        wide = np.repeat(np.repeat(scale.astype(np.float64), block, 0), block, 1)
+        return x.astype(np.float64) @ (values.astype(np.float64) * wide).T
+
+    return Case(
+        name=f"block_scaled_linear T={tokens} {out} x {inner}", bytes=out * inner, make=make,
+        exact=exact if tokens <= 8 else None, forms={form: run(form) for form in BOTH},
     )
 
 

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.ops import dynamic_grouped_conv as conv
 from dflash_jax.ops.context_kv_materialize import store_context
 from dflash_jax.ops.linear import linear
 from dflash_jax.ops.norm import plain_rmsnorm
 from scripts.ops.case import Case, normal
 from tests.oracles import context_kv_materialize as context_oracle
+from tests.oracles import dynamic_grouped_conv as conv_oracle
 from tests.oracles import kv_write
 
 FORMS = ("xla", "pallas")
@@ -19,9 +21,10 @@ LAYERS, KV_HEADS, DIM, RING, HIDDEN = 5, 8, 128, 2048, 5120
 
 def cases(full: bool) -> list[Case]:
     """All of them; `full` adds larger batches."""
-    found = [context_rows(1, 8), context_product(1, 5)]
+    found = [context_rows(1, 8), context_product(1, 5), convolution(1, 8, 5120)]
     if full:
         found += [context_rows(8, 8), context_rows(1, 1024), context_product(8, 5)]
+        found += [convolution(8, 8, 5120), convolution(1, 16, 2048)]
     return found
 
 
@@ -96,4 +99,40 @@ def context_product(batch: int, columns: int) -> Case:
     return Case(
         name=f"context materialise B={batch} n={columns}", make=make, state=2,
         bytes=2 * HIDDEN * (features + rows), forms={form: run(form) for form in FORMS},
+    )
+
+
+def convolution(batch: int, width: int, hidden: int) -> Case:
+    """Both sides around one branch of a 27B or 35B DFlash2 layer, groups of 16 and two taps."""
+    taps, group = 2, 16
+
+    def make(key):
+        keys = jax.random.split(key, 5)
+        block = (batch, width, hidden)
+        return (
+            normal(keys[0], block), normal(keys[1], (hidden,), jnp.float32),
+            normal(keys[2], (2, taps, hidden), jnp.float32),
+            normal(keys[3], (2 * taps * hidden // group, hidden), scale=hidden**-0.5),
+            normal(keys[4], block, jnp.float32),
+        )
+
+    def run(form):
+        def call(x, norm_weight, base, projection, z):
+            out = conv.prepare(x, norm_weight, base, projection, eps=1e-6, out_dtype=jnp.bfloat16,
+                               implementation=form)
+            done = conv.finish(x, z, base, out.finish_delta, implementation=form)
+            return out.prepared, done
+        return call
+
+    def exact(*operands):
+        x, norm_weight, base, projection, z = (v.astype(np.float64) for v in operands)
+        normed = conv_oracle.normed(x, norm_weight, 1e-6)
+        delta = (normed @ projection.T).reshape(batch, width, 2, taps, -1)
+        prepared = conv_oracle.apply_taps(normed, base[0], delta[:, :, 0])
+        return prepared, conv_oracle.finish(x, z, base, delta[:, :, 1])
+
+    return Case(
+        name=f"dynamic_grouped_conv B={batch} W={width} H={hidden}", make=make,
+        bytes=2 * taps * hidden // group * hidden * 2,
+        exact=exact if batch == 1 else None, forms={form: run(form) for form in FORMS},
     )

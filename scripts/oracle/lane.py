@@ -18,16 +18,22 @@ ROWS = Rows.of([0])
 
 
 def models_for(
-    target: TargetConfig, draft: DraftConfig | None, *, draft_tokens: int, positions: int
+    target: TargetConfig,
+    draft: DraftConfig | None,
+    *,
+    draft_tokens: int,
+    positions: int,
+    dtypes: DtypePolicy | None = None,
 ) -> Models:
-    """A pair for one sequence of at most `positions` tokens; draft_tokens is 0 without a draft."""
+    """A pair for one sequence of at most `positions` tokens; draft_tokens is 0 without a draft;
+    dtypes None is float32 throughout."""
     run = RunConfig(
         draft_tokens=draft_tokens,
         batch=1,
         max_context=positions,
         page_size=PAGE,
         chunk=CHUNK,
-        dtypes=DtypePolicy.exact(),
+        dtypes=dtypes or DtypePolicy.exact(),
     )
     return Models(target, draft, run)
 

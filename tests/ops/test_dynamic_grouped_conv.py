@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,3 +142,72 @@ def test_wrong_shapes_are_errors():
         conv.apply_taps(a["z"], a["base"][0, :, :-1], delta)
     with pytest.raises(ValueError, match="delta"):
         conv.apply_taps(a["z"], a["base"][0], delta[:, :-1])
+
+
+# batch, width, hidden, group width, taps: at the edges of a tile of 16 columns, of a step of 128
+# channels and of a stretch of 64, with groups that share a program and a last one that is alone.
+KERNEL_GEOMETRIES = [
+    (2, 5, 48, 16, 2), (1, 1, 127, 127, 1), (1, 15, 128, 64, 2), (2, 16, 129, 43, 3),
+    (1, 17, 130, 65, 2), (1, 32, 66, 2, 2), (1, 33, 16, 4, 9), (2, 8, 301, 1, 1),
+]
+FORMS = pytest.mark.parametrize(
+    "form", ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
+
+
+@functools.cache
+def compiled(form, out_dtype):
+    keys = ("x", "norm_weight", "base", "projection")
+
+    def both(a):
+        options = dict(eps=EPS, out_dtype=out_dtype, implementation=form)
+        out = conv.prepare(*(a[key] for key in keys), **options)
+        done = conv.finish(a["x"], a["z"], a["base"], out.finish_delta, implementation=form)
+        return out.prepared, out.finish_delta, done
+
+    return jax.jit(both)
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("batch, width, hidden, group, taps", KERNEL_GEOMETRIES)
+def test_the_kernels_match_the_oracle_at_the_edges_of_tiles(
+    batch, width, hidden, group, taps, dtype, form
+):
+    a = arrays(hidden, group, width, taps, batch=batch, dtype=dtype)
+    main, delta, done = compiled(form, "float32")(a)
+    expected = expected_prepare(a)
+    assert_close(main, expected[0], SPLIT_BF16)
+    assert_close(delta, expected[1], SPLIT_BF16)
+    wide = [as_float64(v) for v in (a["x"], a["z"], a["base"], delta)]
+    assert_close(done, oracle.finish(*wide), BF16_ROUND if dtype == "bfloat16" else SPLIT_BF16)
+
+
+@FORMS
+def test_the_kernels_round_once_and_where_xla_does(form):
+    a = arrays(48, 16, 5, 2)
+    main, delta, done = compiled(form, "bfloat16")(a)
+    expected = expected_prepare(a)
+    assert main.dtype == delta.dtype == done.dtype == jnp.bfloat16
+    assert_close(main, expected[0], BF16_ROUND)
+    assert_close(delta, expected[1], BF16_ROUND)
+    wide = [as_float64(v) for v in (a["x"], a["z"], a["base"], delta)]
+    assert_close(done, oracle.finish(*wide), BF16_ROUND)
+
+
+@FORMS
+def test_the_kernels_never_read_another_row_or_a_column_before_the_block(form):
+    a = arrays(48, 16, 5, 3, batch=3)
+    clean = compiled(form, "float32")(a)
+    poisoned = {key: a[key].at[0].set(jnp.nan).at[2].set(jnp.nan) for key in ("x", "z")}
+    dirty = compiled(form, "float32")({**a, **poisoned})
+    for new, old in zip(dirty, clean, strict=True):
+        assert np.array_equal(new[1], old[1])
+    late = {**a, "x": a["x"].at[:, 3].set(jnp.nan), "z": a["z"].at[:, 3].set(jnp.nan)}
+    for new, old in zip(compiled(form, "float32")(late), clean, strict=True):
+        assert np.array_equal(new[:, :3], old[:, :3])
+
+
+def test_what_the_kernels_lack_is_refused():
+    with pytest.raises(NotImplementedError, match="1..64 columns, got 65"):
+        compiled("interpret", "float32")(arrays(12, 4, 65, 2))

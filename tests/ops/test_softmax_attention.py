@@ -377,3 +377,22 @@ def test_wrong_calls_are_refused():
         run(dataclasses.replace(case, query=case.query[:, :, :5]), "full")
     with pytest.raises(ValueError, match="block_key: expected"):
         run(dataclasses.replace(case, block_key=case.block_key[:, :3]), "full")
+
+
+@FORMS
+@pytest.mark.parametrize("dtypes", [TARGET, EXACT])
+def test_the_gate_opens_the_rounded_output_and_dead_columns_stay_zero(form, dtypes):
+    case = make_case(dtypes, poison="nan")
+    rng = np.random.default_rng(9)
+    gate = rng.standard_normal(case.query.shape).astype(jnp.dtype(dtypes[0]))
+    dead = np.arange(WIDTH)[None, :] >= case.live[:, None]
+    gate[dead] = np.nan
+    options = dict(block_mask="causal", scale=SCALE, implementation=form)
+    closed = np.asarray(softmax_attention(*case.operands(), **options), np.float64)
+    opened = softmax_attention(*case.operands(), gate=gate, **options)
+    expected = np.where(
+        dead[..., None, None], 0.0, closed / (1.0 + np.exp(-gate.astype(np.float64)))
+    )
+    assert opened.dtype == jnp.dtype(dtypes[0])
+    assert not np.any(np.asarray(opened, np.float64)[dead])
+    assert_close(opened, expected, FP32 if dtypes is EXACT else BF16_MATMUL)

@@ -10,6 +10,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from tests.oracles import block_scaled_linear as blocks
+
 # tiny_target: H 64, V 257, Hq 4, Hkv 2, D 32, I 96; GDN Hk 2, Hv 4, Dk = Dv = 16, kernel 4.
 _FULL = {
     "self_attn.q_proj.weight": (256, 64),
@@ -82,6 +84,56 @@ def target_tensors(moe=False, prefix="model.language_model."):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes = {prefix + name: shape for name, shape in shapes.items()}
     return values(shapes | {"lm_head.weight": (257, 64)})
+
+
+# What official FP8 releases store in float8; everything else stays as it is.
+_FP8 = (
+    "in_proj_qkv.weight", "in_proj_z.weight", "out_proj.weight", "q_proj.weight", "k_proj.weight",
+    "v_proj.weight", "o_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight",
+    "experts.gate_up_proj", "experts.down_proj",
+)  # fmt: skip
+
+
+def in_fp8(tensors, rows, columns, dense=()):
+    """The tensors with float8 matrices and their scales, which bfloat16 holds exactly.
+
+    dense: parts of names that stay as they are.
+    """
+    stored = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(_FP8) or any(part in name for part in dense):
+            stored[name] = tensor
+            continue
+        matrices = tensor.reshape(-1, *tensor.shape[-2:])
+        pairs = [_quantised(matrix, rows, columns) for matrix in matrices]
+        values, scale = (np.stack(part) for part in zip(*pairs, strict=True))
+        stored[name] = values.reshape(tensor.shape)
+        stored[f"{name}_scale_inv"] = scale.reshape(*tensor.shape[:-2], *scale.shape[-2:])
+    return stored
+
+
+def _quantised(matrix, rows, columns):
+    _, scale = blocks.quantise(matrix, rows, columns)
+    scale = scale.astype(ml_dtypes.bfloat16).astype(np.float32)
+    wide = np.repeat(np.repeat(scale, rows, 0), columns, 1)[: matrix.shape[0], : matrix.shape[1]]
+    return np.clip(matrix / wide, -448, 448).astype(ml_dtypes.float8_e4m3fn), scale
+
+
+def dequantised(tensors, rows, columns):
+    """The dense tensors of the same values in float64, by the formula, scales left out."""
+    dense = {}
+    for name, tensor in tensors.items():
+        scale = tensors.get(f"{name}_scale_inv")
+        if scale is not None:
+            pairs = zip(
+                tensor.reshape(-1, *tensor.shape[-2:]), scale.reshape(-1, *scale.shape[-2:]),
+                strict=True,
+            )  # fmt: skip
+            exact = [blocks.dequantise(values, s, rows, columns) for values, s in pairs]
+            dense[name] = np.reshape(exact, tensor.shape)
+        elif not name.endswith("_scale_inv"):
+            dense[name] = tensor
+    return dense
 
 
 def draft_tensors(second=False):

@@ -1,6 +1,6 @@
 """Kills conversions at random points; run by test_conversion_kill as a program of its own.
 
-    python -m tests.weights.killing FOLDER WORK KILLS
+    python -m tests.weights.killing FOLDER WORK KILLS [DTYPE]
 
 One process imports the library and forks a child for every attempt, before any device is used.
 Prints one line: kills, how many hit a run under way, and how many resumed from finished items.
@@ -52,13 +52,13 @@ def same_as(out, reference):
         assert {path: fingerprint(leaf) for path, leaf in values.items()} == stated
 
 
-def main(folder, work, kills):
+def main(folder, work, kills, dtype="bfloat16"):
     rng, work = random.Random(0), Path(work)
     reference, out = work / "reference", work / "out"
     partial = out.with_name(".out.partial")
 
     def run(where):
-        return child(lambda: convert(plan_target(folder, where, "bfloat16")))
+        return child(lambda: convert(plan_target(folder, where, dtype)))
 
     start = time.monotonic()
     assert finish(run(reference)) == 0
@@ -79,4 +79,4 @@ def main(folder, work, kills):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])

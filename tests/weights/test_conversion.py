@@ -1,12 +1,14 @@
 """Conversion to orbax: the same parameters, the same files back, whole or absent, resumable."""
 
 import json
+import math
 import shutil
 import tomllib
 from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from dflash_jax.config import ConfigError, DraftKind, DtypePolicy, tiny_draft, tiny_target
@@ -195,11 +197,11 @@ def test_an_unfinished_folder_is_no_model_and_is_finished_by_the_next_run(tmp_pa
     plan = plan_target(KIT / "targets" / "tiny", tmp_path / "out", "float32")
     save, written = conversion.save_item, []
 
-    def save_two(folder, leaves):
+    def save_two(folder, *leaves):
         if len(written) == 2:
             raise Stop
         written.append(folder.name)
-        save(folder, leaves)
+        save(folder, *leaves)
 
     monkeypatch.setattr(conversion, "save_item", save_two)
     with pytest.raises(Stop):
@@ -212,8 +214,8 @@ def test_an_unfinished_folder_is_no_model_and_is_finished_by_the_next_run(tmp_pa
         convert(other)
 
     again = []
-    monkeypatch.setattr(conversion, "save_item", lambda folder, leaves: (
-        again.append(folder.name), save(folder, leaves)))  # fmt: skip
+    monkeypatch.setattr(conversion, "save_item", lambda folder, *leaves: (
+        again.append(folder.name), save(folder, *leaves)))  # fmt: skip
     progress = []
     convert(plan, on_bytes=lambda done, total: progress.append((done, total)))
     assert again == [item.name for item in plan.items if item.name not in written]
@@ -271,3 +273,28 @@ def test_a_faulty_draft_is_refused_before_its_target_is_converted(tmp_path, caps
     assert main(["--target", str(target), "--draft", str(tmp_path / "draft"), *out]) == 2
     assert "truncated" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_shards_cut_large_leaves_and_change_no_value(tmp_path, monkeypatch):
+    monkeypatch.setattr(converted, "SMALLEST_CHUNK", 1 << 10)
+    folder, loaded, chunks = KIT / "targets" / "tiny", {}, {}
+    for shards in (1, 4):
+        out = tmp_path / str(shards)
+        assert convert(plan_target(folder, out, "float32", shards=shards))
+        loaded[shards] = load_target(out, POLICIES["float32"])[1]
+        metadata = ocp.PyTreeCheckpointHandler().metadata(out / "items" / "layers_0")
+        chunks[shards] = {
+            name: math.prod(leaf.shape) // math.prod(leaf.storage.chunk_shape)
+            for name, leaf in metadata.tree.items()
+            if math.prod(leaf.shape) >= 4 << 10
+        }
+    same(loaded[4], loaded[1])
+    assert len(chunks[1]) >= 3 and set(chunks[1].values()) == {1}
+    assert chunks[4].keys() == chunks[1].keys() and min(chunks[4].values()) >= 4
+    for shards in (0, -1, 2.0, 1025):
+        with pytest.raises(ConfigError, match="shards: expected 1..1024"):
+            plan_target(folder, tmp_path / "out", "float32", shards=shards)
+    options = ["--target", str(folder), "--out", str(tmp_path / "cli"), "--shards", "3"]
+    assert main(options) == 0
+    manifest = json.loads((tmp_path / "cli" / "target" / "manifest.json").read_text())
+    assert manifest["shards"] == 3

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from dflash_jax.config import tiny_target
 from dflash_jax.weights import names
@@ -26,9 +27,11 @@ def program(*arguments):
     return done.stdout
 
 
-def test_j23_a_kill_at_a_random_point_always_resumes_to_equal_bytes(tmp_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_j23_a_kill_at_a_random_point_always_resumes_to_equal_bytes(tmp_path, dtype):
     """Twenty kills; each is followed by a run whose manifest and tensors equal the reference's."""
-    out = program("-m", "tests.weights.killing", ROOT / "dflash_jax/assets/target", tmp_path, 20)
+    folder = ROOT / "dflash_jax/assets/target"
+    out = program("-m", "tests.weights.killing", folder, tmp_path, 20, dtype)
     kills, under_way, resumed = map(int, re.findall(r"\d+", out))
     assert kills == 20 and under_way >= 10 and resumed >= 5, out
 

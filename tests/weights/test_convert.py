@@ -306,7 +306,7 @@ def test_second_backend_tensors_under_the_first_are_an_error(tmp_path):
 
 @pytest.mark.parametrize(
     "suffix",
-    ["weight_scale_inv", "weight_scale", "weight_packed", "weight_global_scale", "weight_scale_2"]
+    ["weight_scale", "weight_packed", "weight_global_scale", "weight_scale_2"]
     + ["qweight", "qzeros", "g_idx", "scales", "biases"],
 )
 def test_quantised_files_are_refused_by_name(tmp_path, dense, suffix):

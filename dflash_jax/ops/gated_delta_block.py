@@ -1,0 +1,129 @@
+"""A Gated DeltaNet layer between its projections: convolution, gates, recurrence, gated norm."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dflash_jax.ops.causal_conv1d import causal_conv1d_silu
+from dflash_jax.ops.dispatch import choose_form
+from dflash_jax.ops.gated_delta_rule import gated_delta_verify
+from dflash_jax.ops.norm import gated_rmsnorm
+from dflash_jax.pallas import gated_delta_block as kernel
+
+
+@struct.dataclass
+class DeltaInputs:
+    """What the recurrence reads, per column.
+
+    query, key: [B, W, Hk, Dk], after convolution and SiLU, before the L2 norm.
+    value:      [B, W, Hv, Dv].
+    decay:      [B, W, Hv, 2] fp32, {g, beta}.
+    conv_input: [B, W, channels], the projected columns.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    decay: jax.Array
+    conv_input: jax.Array
+
+
+def gated_delta_inputs(
+    projected, gates, history, taps, a_log, dt_bias, parent, *, key_heads, heads, chain
+) -> DeltaInputs:
+    """Convolution, SiLU and gates of projected columns.
+
+    Args:                                                                  (B rows, W columns)
+      projected: [B, W, channels + ...] fp32, rows q, k, v first.
+      gates:     [B, W, 2 * Hv] fp32, rows a and b.
+      history:   [B, kernel - 1, channels], the dtype of all activations.
+      taps, parent, chain: as in `causal_conv1d_silu`. a_log, dt_bias: [Hv] fp32.
+      key_heads: Hk. heads: (Hv, Dv, Dk). Static.
+    Source: contracts 6.3.4.
+    """
+    value_heads, value_dim, key_dim = heads
+    keys, dtype, shape = key_heads * key_dim, history.dtype, projected.shape[:2]
+    conv_input = projected[..., : 2 * keys + value_heads * value_dim].astype(dtype)
+    mixed = causal_conv1d_silu(conv_input, history, taps, parent, chain=chain).astype(dtype)
+    query, key, value = jnp.split(mixed, [keys, 2 * keys], axis=-1)
+    a, b = jnp.split(gates, 2, axis=-1)
+    rate = jnp.exp(a_log) * jax.nn.softplus(a + dt_bias)
+    return DeltaInputs(
+        query=query.reshape(*shape, key_heads, key_dim),
+        key=key.reshape(*shape, key_heads, key_dim),
+        value=value.reshape(*shape, value_heads, value_dim),
+        decay=jnp.stack([-rate, jax.nn.sigmoid(b)], axis=-1),
+        conv_input=conv_input,
+    )
+
+
+def close_heads(mixed, gate, weight, eps, dtype):
+    """gated_rmsnorm of [B, W, Hv, Dv] by gate [B, W, Hv * Dv] fp32, both roundings to `dtype`."""
+    gate = gate.astype(dtype)
+    closed = gated_rmsnorm(mixed, gate.reshape(mixed.shape), weight, eps)
+    return closed.astype(dtype).reshape(gate.shape)
+
+
+def gated_delta_block(
+    projected, gates, conv, taps, a_log, dt_bias, weight, recurrent, slot, parent, live, *,
+    key_heads, eps, chain, implementation="auto",
+):
+    """Outputs of a block's columns before the output projection; the state is read, not written.
+
+    Args:                                                                  (B rows, W columns)
+      projected:  [B, W, channels + Hv * Dv (+ 2 * Hv)] fp32, rows q, k, v, z (, a, b).
+      gates:      [B, W, 2 * Hv] fp32, rows a and b; None: the last rows of `projected`.
+      conv:       [slots, kernel - 1, channels], committed inputs, the dtype of all activations.
+      taps:       [channels, kernel]. a_log, dt_bias: [Hv]. weight: [Dv]. All fp32.
+      recurrent:  [slots, Hv, Dv, Dk] fp32, committed states.
+      slot:       [B] int32, state of each row; an idle row has slot >= slots.
+      parent, live, chain: as in `gated_delta_verify`.
+      key_heads:  Hk. eps: of the norm. Static.
+      implementation: "xla", "pallas", "interpret" or "auto". Static. The kernel takes chains; trees
+        have one for the recurrence alone (`gated_delta_verify`). "auto" takes it on a GPU.
+    Returns:
+      output [B, W, Hv * Dv] in conv's dtype, of columns below live; and `DeltaInputs` with what the
+      fold needs (query is None from the kernel); its columns >= live hold anything.
+    Numeric: rounded to conv's dtype where contracts 6.3.4 says so, else fp32. The kernel solves the
+      chain as the prefill's chunks do, so outputs and the fold's states agree to fp32 rounding.
+    Effects: none. Columns >= live may hold anything and never reach columns below.
+    Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
+    Source: contracts 6.3.4, 6.3.5.
+    """
+    heads = recurrent.shape[1:]
+    value_heads, value_dim, key_dim = heads
+    channels, slots = 2 * key_heads * key_dim + value_heads * value_dim, recurrent.shape[0]
+    wide = channels + value_heads * value_dim
+    own = gates is None
+    expected = wide + 2 * value_heads if own else wide
+    if projected.shape[-1] != expected or conv.shape[-1] != channels:
+        raise ValueError(
+            f"projected: expected {expected} rows of which {channels} are convolved, got "
+            f"{projected.shape[-1]} and {conv.shape[-1]}"
+        )
+    sizes = projected.shape[1], taps.shape[1], key_dim, value_dim
+    form = _choose(implementation, *sizes) if chain else "xla"
+    if form != "xla":
+        mixed, key, value, decay, conv_input = kernel.block(
+            projected, projected if own else gates, wide if own else 0, conv, taps, a_log, dt_bias,
+            recurrent, slot, live, key_heads=key_heads, interpret=form == "interpret",
+        )
+        inputs = DeltaInputs(query=None, key=key, value=value, decay=decay, conv_input=conv_input)
+    else:
+        inputs = gated_delta_inputs(
+            projected, projected[..., wide:] if own else gates, conv[jnp.minimum(slot, slots - 1)],
+            taps, a_log, dt_bias, parent, key_heads=key_heads, heads=heads, chain=chain,
+        )
+        mixed = gated_delta_verify(
+            inputs.query, inputs.key, inputs.value, inputs.decay, recurrent, slot, parent, live,
+            chain=chain, implementation=implementation,
+        )
+    return close_heads(mixed, projected[..., channels:wide], weight, eps, conv.dtype), inputs
+
+
+def _choose(implementation: str, width: int, taps: int, key_dim: int, value_dim: int) -> str:
+    lacking = None if kernel.supports(width, taps, key_dim, value_dim) else (
+        f"blocks of at most {kernel.MAX_WIDTH} columns, two taps or more and power-of-two heads of "
+        f"at least 16, got width {width}, taps {taps}, key {key_dim}, value {value_dim}"
+    )
+    return choose_form("gated_delta_block", implementation, lacking, auto_gpu="pallas")

@@ -1,0 +1,216 @@
+"""A Gated DeltaNet layer between its projections, against float64 written from the formulas."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.ops.gated_delta_block import gated_delta_block
+from dflash_jax.ops.gated_delta_rule import gated_delta_fold
+from tests.oracles import causal_conv1d as conv_oracle
+from tests.oracles import gated_delta_rule as rule_oracle
+from tests.oracles import norm as norm_oracle
+from tests.tolerances import BF16_CHAIN, BF16_ROUND, FP32_CHAIN, as_float64, assert_close
+
+EPS = 1e-6
+FORMS = pytest.mark.parametrize(
+    "form", ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Rows, columns, heads, head widths and convolution taps of a case."""
+
+    batch: int = 2
+    width: int = 5
+    key_heads: int = 2
+    value_heads: int = 4
+    key_dim: int = 16
+    value_dim: int = 32
+    taps: int = 4
+
+    @property
+    def keys(self):
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self):
+        return self.value_heads * self.value_dim
+
+
+def operands(shape: Shape, dtype, live, *, poison=None, apart=False, seed=0):
+    """What the op takes, as a dict; `poison` fills dead columns and slots of no row."""
+    rng = np.random.default_rng(seed)
+    slots, channels = shape.batch + 2, 2 * shape.keys + shape.values
+    slot = rng.permutation(slots)[: shape.batch].astype(np.int32)
+
+    def normal(*sizes):
+        return rng.standard_normal(sizes).astype(np.float32)
+
+    projected = normal(shape.batch, shape.width, channels + shape.values + 2 * shape.value_heads)
+    conv = normal(slots, shape.taps - 1, channels)
+    recurrent = normal(slots, shape.value_heads, shape.value_dim, shape.key_dim)
+    if poison is not None:
+        projected[np.arange(shape.width)[None, :] >= np.asarray(live)[:, None]] = poison
+        others = np.setdiff1d(np.arange(slots), slot)
+        conv[others], recurrent[others] = poison, poison
+    wide = channels + shape.values
+    return {
+        "projected": projected[..., :wide] if apart else projected,
+        "gates": projected[..., wide:] if apart else None,
+        "conv": jnp.asarray(conv).astype(dtype), "taps": normal(channels, shape.taps),
+        "a_log": 0.5 * normal(shape.value_heads), "dt_bias": normal(shape.value_heads),
+        "weight": normal(shape.value_dim), "recurrent": recurrent, "slot": slot,
+        "parent": np.tile(np.maximum(np.arange(shape.width) - 1, 0), (shape.batch, 1)).astype(
+            np.int32
+        ),
+        "live": np.asarray(live, np.int32),
+    }
+
+
+def call(case, shape, form, **changes):
+    values = [x if x is None else jnp.asarray(x) for x in (case | changes).values()]
+    return gated_delta_block(
+        *values, key_heads=shape.key_heads, eps=EPS, chain=True, implementation=form
+    )
+
+
+def expected(case, shape, dtype):
+    """Outputs [B, W, Hv * Dv] and inputs of the live columns, with every named rounding."""
+    def rounded(x):
+        return as_float64(jnp.asarray(x, jnp.float32).astype(dtype))
+
+    channels = 2 * shape.keys + shape.values
+    wide = channels + shape.values
+    joined = case["projected"] if case["gates"] is None else np.concatenate(
+        [case["projected"], case["gates"]], axis=-1
+    )
+    output = np.zeros((shape.batch, shape.width, shape.values))
+    found = []
+    for b, live in enumerate(case["live"]):
+        u = rounded(joined[b : b + 1, :live, :channels])
+        history = as_float64(case["conv"][case["slot"][b]])[None]
+        mixed = rounded(conv_oracle.causal_conv1d_silu(
+            u, history, case["taps"].astype(np.float64), case["parent"][b : b + 1, :live]
+        ))[0]
+        query, key = (
+            mixed[:, i * shape.keys : (i + 1) * shape.keys].reshape(
+                live, shape.key_heads, shape.key_dim
+            ) for i in (0, 1)
+        )
+        value = mixed[:, 2 * shape.keys :].reshape(live, shape.value_heads, shape.value_dim)
+        a, b_rows = np.split(joined[b, :live, wide:].astype(np.float64), 2, axis=-1)
+        rate = np.exp(case["a_log"].astype(np.float64)) * np.logaddexp(0.0, a + case["dt_bias"])
+        decay = np.stack([-rate, 1.0 / (1.0 + np.exp(-b_rows))], axis=-1)
+        heads, _ = rule_oracle.sequence(
+            case["recurrent"][case["slot"][b]], query, key, value, decay, live
+        )
+        gate = rounded(joined[b, :live, channels:wide]).reshape(heads.shape)
+        closed = norm_oracle.gated_rmsnorm(heads, gate, case["weight"], EPS)
+        output[b, :live] = closed.reshape(live, shape.values)
+        found.append({"key": key, "value": value, "decay": decay, "conv_input": u[0]})
+    return output, found
+
+
+def check(case, shape, dtype, form):
+    output, inputs = call(case, shape, form)
+    assert output.dtype == jnp.dtype(dtype)
+    want, records = expected(case, shape, dtype)
+    exact = dtype == "float32"
+    for b, live in enumerate(case["live"]):
+        chain = FP32_CHAIN if exact else BF16_CHAIN
+        assert_close(output[b, :live], want[b, :live], chain)
+        for name, value in records[b].items():
+            tolerance = FP32_CHAIN if exact or name == "decay" else BF16_ROUND
+            assert_close(getattr(inputs, name)[b, :live], value, tolerance)
+    return output, inputs
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [1, 7, 8, 9, 17])
+def test_outputs_and_records_equal_the_formulas(width, dtype, form):
+    """Widths at both sides of the columns of a step."""
+    shape = Shape(width=width)
+    live = (width, max(width - 2, 0))
+    check(operands(shape, dtype, live), shape, dtype, form)
+
+
+@FORMS
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(taps=3), Shape(taps=2, key_heads=1, value_heads=3), Shape(value_dim=128, key_dim=32),
+        Shape(batch=3, width=12, key_heads=4, value_heads=4, key_dim=32, value_dim=16),
+    ],
+    ids=["three taps", "two taps, three heads a key", "two parts of a head", "a key a head"],
+)
+def test_any_number_of_taps_and_heads(shape, form):
+    live = np.resize([shape.width, 1, 0], shape.batch)
+    check(operands(shape, "bfloat16", live, seed=1), shape, "bfloat16", form)
+
+
+@FORMS
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -3e38])
+@pytest.mark.parametrize("width", [6, 11])
+def test_dead_columns_and_slots_of_others_never_matter(width, poison, form):
+    shape = Shape(batch=3, width=width)
+    live = (3, width, 0)
+    clean = call(operands(shape, "bfloat16", live), shape, form)
+    output, inputs = check(
+        operands(shape, "bfloat16", live, poison=poison), shape, "bfloat16", form
+    )
+    for b, count in enumerate(live):
+        np.testing.assert_array_equal(output[b, :count], clean[0][b, :count])
+        for name in ("key", "value", "decay", "conv_input"):
+            found, other = (np.asarray(getattr(x, name))[b, :count] for x in (inputs, clean[1]))
+            np.testing.assert_array_equal(found, other)
+
+
+@FORMS
+def test_gates_of_their_own_product_are_the_same(form):
+    shape = Shape()
+    joined = call(operands(shape, "bfloat16", (5, 4)), shape, form)
+    apart = call(operands(shape, "bfloat16", (5, 4), apart=True), shape, form)
+    np.testing.assert_array_equal(joined[0][0], apart[0][0])
+
+
+@FORMS
+@pytest.mark.parametrize("count", [1, 5, 9])
+def test_going_on_from_the_fold_continues_the_chain(count, form):
+    """Columns behind the fold of the first `count` equal those of the whole block."""
+    shape = Shape(batch=1, width=10)
+    case = operands(shape, "float32", (10,))
+    whole, inputs = call(case, shape, form)
+    rows = jnp.asarray(case["slot"])
+    path = jnp.arange(10, dtype=jnp.int32)[None]
+    state = gated_delta_fold(
+        inputs.key, inputs.value, inputs.decay, jnp.asarray(case["recurrent"]), path, rows, rows,
+        jnp.array([count], jnp.int32), implementation=form,
+    )
+    columns = np.concatenate([case["conv"][rows[0]], inputs.conv_input[0]])
+    conv = np.array(case["conv"])
+    conv[case["slot"][0]] = columns[count : count + shape.taps - 1]
+    rest = 10 - count
+    moved = np.roll(case["projected"], -count, axis=1)
+    after, _ = call(
+        case, shape, form, projected=moved, recurrent=state, conv=conv,
+        live=np.array([rest], np.int32),
+    )
+    assert_close(after[0, :rest], np.asarray(whole[0, count:], np.float64), FP32_CHAIN)
+
+
+def test_a_geometry_that_the_kernel_lacks_is_named():
+    shape = Shape(width=33)
+    with pytest.raises(NotImplementedError, match="at most 32 columns.* got width 33"):
+        call(operands(shape, "float32", (33, 33)), shape, "interpret")
+    shape = Shape(taps=1)
+    with pytest.raises(NotImplementedError, match="two taps or more.* got width 5, taps 1"):
+        call(operands(shape, "float32", (5, 5)), shape, "interpret")
+    check(operands(shape, "float32", (5, 5)), shape, "float32", "xla")
+    shape = Shape()
+    case = operands(shape, "float32", (5, 5))
+    with pytest.raises(ValueError, match="projected: expected 328 rows of which 192 are convolved"):
+        call(case, shape, "xla", projected=case["projected"][..., :-1])

@@ -1,0 +1,234 @@
+"""Every kernel at official and at odd sizes, by shapes alone."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.ops import (
+    candidate_selector,
+    context_kv_materialize,
+    dynamic_grouped_conv,
+    gated_delta_rule,
+    sliding_window_attention,
+    softmax_attention,
+    sparse_moe,
+    vocab,
+)
+
+BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCase:
+    """name; fn and the shapes of its arguments; names of our kernels that it launches, in order;
+    the argument that is updated in place; whether the kernel is one of Mosaic GPU.
+    """
+
+    name: str
+    fn: Callable
+    avals: tuple
+    kernels: tuple[str, ...]
+    state: int | None = None
+    mosaic: bool = False
+
+
+def shape(*extent, dtype=BF16):
+    return jax.ShapeDtypeStruct(extent, dtype)
+
+
+def paged(batch, width, heads, kv_heads, dim, context, page=64, dtypes=(BF16, BF16)):
+    pages = context // page
+    block = shape(batch, width, kv_heads, dim, dtype=dtypes[0])
+    return KernelCase(
+        name=f"softmax_attention B={batch} W={width} {heads}/{kv_heads} D={dim} {dtypes[1]}",
+        fn=functools.partial(
+            softmax_attention.softmax_attention, block_mask="causal", scale=dim**-0.5,
+            implementation="pallas",
+        ),
+        avals=(
+            shape(batch, width, heads, dim, dtype=dtypes[0]), block, block,
+            *(shape(kv_heads, batch * pages, page, dim, dtype=dtype) for dtype in dtypes),
+            shape(batch, pages, dtype=I32), shape(batch, dtype=I32), shape(batch, dtype=I32),
+        ),
+        kernels=("softmax_attention", "softmax_attention_join"),
+    )
+
+
+def ring(batch, width, heads, kv_heads, dim, capacity, dtypes=(BF16, F16)):
+    block = shape(batch, width, kv_heads, dim, dtype=dtypes[0])
+    return KernelCase(
+        name=f"sliding_window_attention B={batch} W={width} {heads}/{kv_heads} S={capacity}",
+        fn=functools.partial(
+            sliding_window_attention.sliding_window_attention, window=capacity, causal=False,
+            scale=dim**-0.5, implementation="pallas",
+        ),
+        avals=(
+            shape(batch, width, heads, dim, dtype=dtypes[0]), block, block,
+            *(shape(batch + 1, kv_heads, capacity, dim, dtype=dtype) for dtype in dtypes),
+            *[shape(batch, dtype=I32)] * 3,
+        ),
+        kernels=("sliding_window_attention", "sliding_window_attention_join"),
+    )
+
+
+def delta(batch, width, key_heads, value_heads, dim, *, chain):
+    rows = shape(batch, dtype=I32)
+    return KernelCase(
+        name=f"gated_delta_verify B={batch} W={width} {value_heads} heads chain={chain}",
+        fn=functools.partial(
+            gated_delta_rule.gated_delta_verify, chain=chain, implementation="pallas"
+        ),
+        avals=(
+            *[shape(batch, width, key_heads, dim)] * 2, shape(batch, width, value_heads, dim),
+            shape(batch, width, value_heads, 2, dtype=F32),
+            shape(batch + 1, value_heads, dim, dim, dtype=F32), rows,
+            shape(batch, width, dtype=I32), rows,
+        ),
+        kernels=("gated_delta_verify",) if chain else ("gated_delta_verify_tree",),
+    )
+
+
+def fold(batch, width, key_heads, value_heads, dim):
+    rows = shape(batch, dtype=I32)
+    return KernelCase(
+        name=f"gated_delta_fold B={batch} W={width} {value_heads} heads",
+        fn=functools.partial(gated_delta_rule.gated_delta_fold, implementation="pallas"),
+        avals=(
+            shape(batch, width, key_heads, dim), shape(batch, width, value_heads, dim),
+            shape(batch, width, value_heads, 2, dtype=F32),
+            shape(batch + 1, value_heads, dim, dim, dtype=F32), shape(batch, width, dtype=I32),
+            rows, rows, rows,
+        ),
+        kernels=("gated_delta_fold",), state=3,
+    )
+
+
+def experts(tokens, hidden, inner, count=256, k=8, dtype=BF16):
+    def call(x, chosen, weights, gate_up, down):
+        routing = sparse_moe.Routing(experts=chosen, weights=weights)
+        return sparse_moe.expert_mlp(x, routing, gate_up, down, F32, implementation="pallas")
+
+    return KernelCase(
+        name=f"sparse_moe T={tokens} {count} x {hidden} x {inner} {dtype.__name__}", fn=call,
+        avals=(
+            shape(tokens, hidden, dtype=dtype), shape(tokens, k, dtype=I32),
+            shape(tokens, k, dtype=F32), shape(count, 2 * inner, hidden, dtype=dtype),
+            shape(count, hidden, inner, dtype=dtype),
+        ),
+        kernels=("sparse_moe_gate_up", "sparse_moe_down"),
+    )
+
+
+def selector(batch, positions, candidates, rank, rows=248320, dtype=BF16):
+    block = (batch, positions)
+    return KernelCase(
+        name=f"candidate_selector B={batch} K={positions} C={candidates} R={rank}",
+        fn=functools.partial(candidate_selector.select, implementation="pallas"),
+        avals=(
+            shape(*block, candidates, dtype=F32), shape(*block, candidates, dtype=I32),
+            shape(batch, dtype=I32), shape(*block, rank, dtype=dtype),
+            *[shape(rows, rank, dtype=dtype)] * 2, shape(batch, dtype=F32),
+            shape(*block, dtype=F32),
+        ),
+        kernels=("candidate_selector",),
+    )
+
+
+def context(batch, columns, paged, kv_heads=8, dim=128, window=2048, dtypes=(BF16, F16)):
+    layers, rows = len(paged), shape(batch, dtype=I32)
+    places = {True: (kv_heads, 2048, 64, dim), False: (batch + 1, kv_heads, window, dim)}
+    return KernelCase(
+        name=f"context_kv_materialize B={batch} n={columns} {paged} D={dim}",
+        fn=functools.partial(
+            context_kv_materialize.store_context, paged=paged, eps=1e-6, theta=1e7, rounded=True,
+            implementation="pallas",
+        ),
+        avals=(
+            shape(batch, columns, layers * 2 * kv_heads * dim, dtype=F32),
+            shape(layers, dim, dtype=F32),
+            tuple(tuple(shape(*places[kind], dtype=d) for d in dtypes) for kind in paged),
+            rows, shape(batch, 256, dtype=I32), rows, rows,
+        ),
+        kernels=("context_kv_materialize",), state=2,
+    )
+
+
+def convolution(batch, width, hidden, group, taps, dtype=BF16):
+    def both(x, norm_weight, base, projection, z):
+        options = {"implementation": "pallas"}
+        out = dynamic_grouped_conv.prepare(
+            x, norm_weight, base, projection, eps=1e-6, out_dtype=x.dtype, **options
+        )
+        return out.prepared, dynamic_grouped_conv.finish(x, z, base, out.finish_delta, **options)
+
+    return KernelCase(
+        name=f"dynamic_grouped_conv B={batch} W={width} {hidden}/{group} taps={taps} "
+             f"{dtype.__name__}",
+        fn=both,
+        avals=(
+            shape(batch, width, hidden, dtype=dtype), shape(hidden, dtype=F32),
+            shape(2, taps, hidden, dtype=F32),
+            shape(2 * taps * hidden // group, hidden, dtype=dtype),
+            shape(batch, width, hidden, dtype=F32),
+        ),
+        kernels=("dynamic_grouped_conv_prepare", "dynamic_grouped_conv_finish"),
+    )
+
+
+def head(op, tokens, rows, width, form, dtype=BF16):
+    options = {"public_rows": rows - 243, "implementation": form}
+    call, kernels = {
+        "linear_topk": (functools.partial(vocab.linear_topk, k=16, **options), ("top_k",)),
+        "linear_argmax": (
+            functools.partial(vocab.linear_argmax, logits_dtype="bfloat16", **options),
+            ("linear_argmax_join",),
+        ),
+    }[op]
+    return KernelCase(
+        name=f"{op} {form} T={tokens} {rows} x {width} {dtype.__name__}", fn=call,
+        avals=(shape(tokens, width, dtype=dtype), shape(rows, width, dtype=dtype)),
+        kernels=kernels if form == "mosaic" else (op, *kernels), mosaic=form == "mosaic",
+    )
+
+
+def top(rows, count, k=16):
+    return KernelCase(
+        name=f"top_k {k} of {rows} x {count}",
+        fn=functools.partial(vocab.top_k, k=k, eligible=count - 7, implementation="pallas"),
+        avals=(shape(rows, count, dtype=F32),), kernels=("top_k",),
+    )
+
+
+CASES = (
+    paged(1, 8, 24, 4, 256, 4096), paged(8, 16, 24, 4, 256, 4096),
+    paged(1, 32, 16, 2, 256, 131072),
+    paged(1, 8, 32, 8, 128, 4096, dtypes=(BF16, F16)), paged(3, 5, 6, 3, 16, 64, page=16),
+    paged(2, 3, 4, 2, 32, 128, dtypes=(F32, F32)),
+    ring(1, 8, 32, 8, 128, 2048), ring(8, 16, 32, 8, 128, 4096), ring(3, 1, 6, 3, 32, 48),
+    ring(1, 4, 4, 2, 32, 16, dtypes=(F32, F32)),
+    delta(1, 8, 16, 48, 128, chain=True), delta(8, 16, 16, 32, 128, chain=True),
+    delta(1, 16, 16, 48, 128, chain=False), delta(2, 5, 1, 3, 16, chain=True),
+    fold(1, 8, 16, 48, 128), fold(8, 16, 16, 32, 128), fold(2, 5, 1, 3, 16),
+    experts(1, 2048, 512), experts(8, 2048, 512), experts(64, 2048, 512), experts(128, 2048, 512),
+    experts(5, 48, 80, count=9, k=3), experts(3, 32, 16, count=5, k=2, dtype=F32),
+    selector(1, 7, 16, 256), selector(8, 15, 16, 256), selector(3, 1, 2, 4, rows=11, dtype=F32),
+    top(7, 248320), top(120, 248320), top(1, 129), top(3, 1000, k=100),
+    context(1, 8, (False,) * 5), context(8, 16, (False,) * 5 + (True,), window=4096),
+    context(1, 1024, (False, True)), context(3, 5, (True, False), 3, 2, 7, (F32, F32)),
+    convolution(1, 8, 5120, 16, 2), convolution(8, 16, 2048, 16, 2),
+    convolution(2, 32, 96, 6, 3), convolution(1, 1, 2048, 2048, 4),
+    convolution(2, 33, 100, 1, 1, F32),
+    head("linear_topk", 7, 248320, 5120, "pallas"),
+    head("linear_topk", 120, 248320, 2048, "pallas"),
+    head("linear_topk", 3, 1000, 200, "pallas", F32), head("linear_topk", 3, 999, 41, "pallas"),
+    head("linear_argmax", 15, 248320, 5120, "pallas"),
+    head("linear_argmax", 33, 777, 96, "pallas"),
+    head("linear_topk", 7, 248320, 5120, "mosaic"),
+    head("linear_topk", 120, 248320, 2048, "mosaic"),
+    head("linear_topk", 3, 1000, 192, "mosaic", F16),
+    head("linear_argmax", 15, 248320, 5120, "mosaic"),
+    head("linear_argmax", 128, 776, 64, "mosaic"),
+)
