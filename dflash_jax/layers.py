@@ -128,20 +128,15 @@ class RMSNorm(nn.Module):
         return norm(x, self.weight, self.eps)
 
     def after(self, x, branch, implementation="auto"):
-        """The residual x [..., width] joined by a branch of its dtype, and the norm of the sum.
+        """The residual x [..., width] joined by a branch, and the norm of the sum, in x's dtype.
 
-        Both have x's dtype. A branch of None adds nothing.
+        A branch of None adds nothing; see `add_rmsnorm`.
         """
         if branch is None:
             return x, self(x).astype(x.dtype)
         return add_rmsnorm(
             x, branch, self.weight, self.eps, offset=self.offset, implementation=implementation
         )
-
-
-def add_branch(x, branch):
-    """The residual x with a branch that has not been added to it; None adds nothing."""
-    return x if branch is None else x + branch
 
 
 class SwiGlu(nn.Module):

@@ -10,7 +10,8 @@ from dflash_jax.draft.context import ContextProjection
 from dflash_jax.draft.conv import GroupedConv
 from dflash_jax.draft.head import ProposalHead
 from dflash_jax.draft.selector import CandidateSelector
-from dflash_jax.layers import RMSNorm, SwiGlu, add_branch, matrix_init
+from dflash_jax.layers import RMSNorm, SwiGlu, matrix_init
+from dflash_jax.ops.norm import add_branch
 from dflash_jax.state.draft_context import DraftContext
 
 
@@ -55,11 +56,10 @@ class DraftLayer(nn.Module):
         """Residual x + branch [B, W, H] and this layer's ring or pages (read only) -> x, branch."""
         if self.config.kind == DraftKind.DFLASH2:
             return self._convolved(x, columns, store), None
-        dtype = self.dtypes.activation_dtype
         x, normed = self.input_norm.after(x, branch, self.implementation)
-        mixed = self.attention(normed, columns, store, dtype)
+        mixed = self.attention(normed, columns, store, "float32")
         y, normed = self.post_norm.after(x, mixed, self.implementation)
-        return y, self.mlp(normed, dtype)
+        return y, self.mlp(normed, "float32")
 
     def _convolved(self, x, columns, store):
         branch = self.attention_conv.prepare(x, self.input_norm.weight)
@@ -113,7 +113,7 @@ class DFlash(nn.Module):
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
             store = next(rings if kind == LayerKind.SLIDING else pages)
             x, branch = layer(x, branch, columns, store)
-            residuals.append(add_branch(x, branch))
+            residuals.append(x if branch is None else add_branch(x, branch))
         hidden = self.normalize(x, branch)[:, 1:]
         return DraftOutput(hidden=hidden, residuals=tuple(residuals))
 

@@ -46,7 +46,7 @@ def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
 
     Args:
       x:      [..., N] float, the residual.
-      branch: same shape and dtype.
+      branch: same shape, float; a product's fp32 sums spare a launch that would only round them.
       weight: [N] float.
       eps:    Python float.
       offset: True for `offset_rmsnorm`, False for `plain_rmsnorm`. Static.
@@ -54,14 +54,13 @@ def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
         The kernel has no gradient.
     Returns:
       x + branch and its norm, both [..., N] in x's dtype.
-    Numeric: the sum is rounded once and normed from there in fp32; the norm is rounded once.
-    Raises: ValueError for shapes and dtypes; NotImplementedError if a named kernel lacks the case.
+    Numeric: the branch is rounded to x's dtype, then the sum is; the norm reads the rounded sum in
+      fp32 and is rounded once.
+    Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 0.3, 5.4 and 6.3.2.
     """
-    if (branch.shape, branch.dtype) != (x.shape, x.dtype):
-        raise ValueError(
-            f"branch: expected {x.shape} {x.dtype}, got {branch.shape} {branch.dtype}"
-        )
+    if branch.shape != x.shape:
+        raise ValueError(f"branch: expected {x.shape}, got {branch.shape}")
     _factor(x, weight)
     width = x.shape[-1]
     lacking = None if kernel.supports(width) else f"1..{kernel.MAX_WIDTH} entries, got {width}"
@@ -70,9 +69,15 @@ def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
         return kernel.add_rmsnorm(
             x, branch, weight, eps=eps, offset=offset, interpret=form == "interpret"
         )
-    total = round_to(x.astype(jnp.float32) + branch.astype(jnp.float32), x.dtype)
+    total = add_branch(x, branch)
     rule = offset_rmsnorm if offset else plain_rmsnorm
     return total, rule(total, weight, eps).astype(x.dtype)
+
+
+def add_branch(x, branch):
+    """The residual x joined by a branch of the same shape: x's dtype, rounded as `add_rmsnorm`."""
+    rounded = round_to(branch.astype(jnp.float32), x.dtype)
+    return round_to(x.astype(jnp.float32) + rounded.astype(jnp.float32), x.dtype)
 
 
 def gated_rmsnorm(x, gate, weight, eps):

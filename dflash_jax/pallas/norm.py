@@ -37,7 +37,7 @@ def add_rmsnorm(x, branch, weight, *, eps: float, offset: bool, interpret: bool)
             for ref, at in ((x, place), (branch, place), (weight, entry))
         )
         # The norm reads the sum as the residual keeps it.
-        rounded = (first + second).astype(total.dtype)
+        rounded = (first + second.astype(x.dtype).astype(jnp.float32)).astype(total.dtype)
         store(total.at[place], rounded, mask=mask)
         wide = rounded.astype(jnp.float32)
         unit = wide * lax.rsqrt(jnp.sum(wide * wide) / width + eps)

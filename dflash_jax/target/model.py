@@ -7,8 +7,9 @@ from flax import struct
 
 from dflash_jax.config import DtypePolicy, LayerKind, TargetConfig
 from dflash_jax.config.block_scaled import DENSE_MATRICES
-from dflash_jax.layers import RMSNorm, SwiGlu, add_branch, matrix_init
+from dflash_jax.layers import RMSNorm, SwiGlu, matrix_init
 from dflash_jax.ops.linear import linear
+from dflash_jax.ops.norm import add_branch
 from dflash_jax.ops.softmax_attention import ancestor_mask
 from dflash_jax.state.gdn import GdnRecords, GdnState
 from dflash_jax.state.target import TargetState
@@ -111,7 +112,6 @@ class TargetBlock(nn.Module):
 
         Returns: x and branch of the next block, and this layer's rows, records or new image.
         """
-        dtype = self.dtypes.activation_dtype
         implementation = self.implementation if records else "xla"
         x, normed = self.input_norm.after(x, branch, implementation)
         if self.kind == LayerKind.FULL:
@@ -122,7 +122,7 @@ class TargetBlock(nn.Module):
             mixed, kept = self.delta_net.prefill(normed, columns, memory)
         x, normed = self.post_norm.after(x, mixed, implementation)
         if self.config.moe is None:
-            return x, self.mlp(normed, dtype, implementation), kept
+            return x, self.mlp(normed, jnp.float32, implementation), kept
         return x, self.moe(normed, prefill=not records), kept
 
 
