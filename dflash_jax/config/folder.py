@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -87,14 +87,27 @@ def check_space(folder: str | Path, need_bytes: int) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """A file that is either whole or as it was."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
+    """A UTF-8 file that is either whole or as it was."""
+    write_files({file: text.encode("utf-8")})
+
+
+def write_files(files: Mapping[Path, bytes]) -> None:
+    """Files that are each whole or as it was; none is touched before all of them are on the disk.
+
+    They take their places in order, so of several the last one tells that the others are there.
+    """
+    partials = {
+        file: file.with_name(f".{file.name}.partial-{os.getpid()}") for file in files
+    }
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
+        for file, partial in partials.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(files[file])
+        for file, partial in partials.items():
+            partial.replace(file)
     finally:
-        partial.unlink(missing_ok=True)
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)
 
 
 def _swap(partial: Path, folder: Path) -> None:

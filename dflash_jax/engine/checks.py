@@ -1,13 +1,13 @@
 """What a caller may get wrong, found on the host before any device work."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.engine.request import Request
+from dflash_jax.engine.request import Embeddings, OnTokens, Request
 from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
 from dflash_jax.steps.init import abstract_params
@@ -22,14 +22,16 @@ def check_prompts(
     eos_ids: Collection[int] = (),
 ) -> None:
     """Raises ValueError, naming what is needed and what there is, unless ``generate`` can run."""
+    check_models(models)
     run, public = models.run, models.target.public_vocab
+    prompts = listed("prompts", "prompts", prompts)
     if not 1 <= len(prompts) <= run.batch:
         raise ValueError(f"prompts: expected 1..{run.batch} (batch), got {len(prompts)}")
     if not is_integer(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: expected an integer >= 1, got {max_new_tokens!r}")
-    check_ids("eos_ids", eos_ids, models.target.vocab_rows)
+    check_ids("eos_ids", listed("eos_ids", "token ids", eos_ids), models.target.vocab_rows)
     for row, prompt in enumerate(prompts):
-        check_ids(f"prompts[{row}]", prompt, public)
+        check_ids(f"prompts[{row}]", listed(f"prompts[{row}]", "token ids", prompt), public)
         if len(prompt) == 0:
             raise ValueError(f"prompts[{row}]: expected at least one token, got none")
         need = len(prompt) + max_new_tokens
@@ -70,18 +72,43 @@ def check_request(models: Models, request: Request) -> None:
             raise ValueError(f"stop_strings: expected strings that are not empty, got {string!r}")
     if request.stop_strings and request.decode is None:
         raise ValueError("stop_strings: expected none without a tokenizer")
-    if not isinstance(request.sampling, SamplingParams):
-        got = type(request.sampling).__name__
-        raise ValueError(f"sampling: expected SamplingParams, got {got}")
-    check_ids("logit_bias", request.sampling.logit_bias, public)
-    if request.sampling.allowed_ids is not None:
-        check_ids("allowed_ids", request.sampling.allowed_ids, public)
+    check_sampling("sampling", request.sampling, public)
+    check_callback(request.on_tokens)
     if request.embeddings is not None:
         _check_embeddings(models, request)
 
 
+def check_sampling(name: str, sampling, public_vocab: int) -> None:
+    """Raises ValueError unless it holds controls for that vocabulary."""
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"{name}: expected SamplingParams, got {sampling!r}")
+    check_ids("logit_bias", sampling.logit_bias, public_vocab)
+    if sampling.allowed_ids is not None:
+        check_ids("allowed_ids", sampling.allowed_ids, public_vocab)
+
+
+def check_callback(on_tokens: OnTokens | None) -> None:
+    """Raises ValueError unless it can be called, or is None."""
+    if on_tokens is not None and not callable(on_tokens):
+        raise ValueError(f"on_tokens: expected a function or None, got {on_tokens!r}")
+
+
+def check_flag(name: str, value) -> None:
+    """Raises ValueError unless it is True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}: expected True or False, got {value!r}")
+
+
+def check_bytes(name: str, value) -> None:
+    """Raises ValueError unless it is a number of bytes, or None."""
+    if value is not None and not (is_integer(value) and value >= 0):
+        raise ValueError(f"{name}: expected an integer >= 0 or None, got {value!r}")
+
+
 def _check_embeddings(models: Models, request: Request) -> None:
     given, tokens = request.embeddings, len(request.prompt)
+    if not isinstance(given, Embeddings):
+        raise ValueError(f"embeddings: expected Embeddings, got {type(given).__name__}")
     kinds = {"rows": jnp.floating, "index": jnp.integer, "positions": jnp.integer}
     for name, kind in kinds.items():
         dtype = getattr(getattr(given, name), "dtype", None)
@@ -111,8 +138,15 @@ def _check_embeddings(models: Models, request: Request) -> None:
         )
 
 
+def check_models(models: Models) -> None:
+    """Raises ValueError unless it is a pair's geometry."""
+    if not isinstance(models, Models):
+        raise ValueError(f"models: expected Models, got {type(models).__name__}")
+
+
 def check_params(models: Models, params: Params) -> None:
     """Raises ValueError unless every leaf has the path, shape and dtype that the models declare."""
+    check_models(models)
     if not isinstance(params, Params):
         raise ValueError(f"params: expected Params, got {type(params).__name__}")
     expected, given = (
@@ -143,10 +177,28 @@ def is_integer(value) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def check_ids(name: str, ids, end: int) -> None:
+def listed(name: str, items: str, given) -> tuple:
+    """What a list, an array or another iterable holds.
+
+    Raises: ValueError for text and mappings, which hold something else than was meant, and for
+      what holds nothing.
+    """
+    if not isinstance(given, str | bytes | Mapping):
+        try:
+            return tuple(given)
+        except TypeError:
+            pass  # said below, with the name
+    raise ValueError(f"{name}: expected a list of {items}, got {given!r}")
+
+
+def plain_ids(name: str, ids) -> tuple:
+    """Listed ids, NumPy's integers as Python's; what is no integer stays, to be refused by name."""
+    ids = listed(name, "token ids", ids)
+    return tuple(int(token) if is_integer(token) else token for token in ids)
+
+
+def check_ids(name: str, ids: Collection, end: int) -> None:
     """Raises ValueError unless all of them are ids in [0, end)."""
-    if isinstance(ids, str) or not isinstance(ids, Iterable):
-        raise ValueError(f"{name}: expected token ids, got {ids!r}")
     for token in ids:
         if not is_integer(token) or not 0 <= token < end:
             raise ValueError(f"{name}: expected ids in [0, {end}), got {token!r}")

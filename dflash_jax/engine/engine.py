@@ -6,39 +6,46 @@ controls and seed alone: who joins or leaves, what is cancelled and where state 
 nothing.
 """
 
-import asyncio
-import functools
 import itertools
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
-from dflash_jax.engine.checks import check_device, check_ids, check_params, check_request
+from dflash_jax.engine.checks import (
+    check_bytes,
+    check_device,
+    check_flag,
+    check_ids,
+    check_params,
+    check_request,
+    listed,
+    plain_ids,
+)
 from dflash_jax.engine.generate import GREEDY, check_widths
-from dflash_jax.engine.images import ImageStore, StateImage
+from dflash_jax.engine.images import ImageStore
+from dflash_jax.engine.keeping import Keeping
 from dflash_jax.engine.lanes import Lanes
+from dflash_jax.engine.options import Prompt, plain_options, prompt_ids
 from dflash_jax.engine.pages import CapacityError
 from dflash_jax.engine.placement import Waiting, positions_of
 from dflash_jax.engine.pools import Pools
-from dflash_jax.engine.prompts import Prompt, plain_ids, plain_stops, prompt_ids
 from dflash_jax.engine.request import (
     Embeddings,
     FinishReason,
     OnTokens,
     Output,
-    Piece,
     Request,
     Statistics,
 )
-from dflash_jax.engine.saved import Saved, identity, load_image, save_image
-from dflash_jax.engine.schedule import Row, Scheduler
+from dflash_jax.engine.rows import Row
+from dflash_jax.engine.schedule import Scheduler
+from dflash_jax.engine.stream import Stream
 from dflash_jax.engine.text import TextTokenizer
 from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models, Params
-from dflash_jax.weights.fingerprint import fingerprint
 
 CHECKPOINTS = ("prompt", "turn")
 
 
-class Engine:
+class Engine(Keeping):
     """Continuous batching over ``models.run.batch`` rows.
 
     Prefix reuse: a state image is kept at the end of every prompt and turn, as far as slots, pages
@@ -74,13 +81,19 @@ class Engine:
         """
         check_params(models, params)
         check_device(models)
-        unknown = set(checkpoints) - set(CHECKPOINTS)
-        if unknown:
-            raise ValueError(f"checkpoints: expected some of {CHECKPOINTS}, got {sorted(unknown)}")
+        for name in listed("checkpoints", "names", checkpoints):
+            if name not in CHECKPOINTS:
+                raise ValueError(f"checkpoints: expected some of {CHECKPOINTS}, got {name!r}")
+        check_bytes("device_bytes", device_bytes)
+        check_bytes("host_bytes", host_bytes)
+        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+            raise ValueError(f"tokenizer: expected one that decodes, or None, got {tokenizer!r}")
         self.models, self.params, self.tokenizer = models, params, tokenizer
-        self._eos_ids = frozenset(plain_ids(eos_ids))
+        check_ids("eos_ids", plain_ids("eos_ids", eos_ids), models.target.vocab_rows)
+        self._eos_ids = frozenset(plain_ids("eos_ids", eos_ids))
         self._numbers = itertools.count()
         self._busy = False
+        self._abandoned: list[Request] = []
         self._lanes = Lanes(models, params)
         self._pools = Pools(models.draft, models.run)
         self._store = ImageStore(
@@ -127,18 +140,20 @@ class Engine:
           ValueError: what it asks for cannot be run.
           CapacityError: it would never fit the pools, or ``wait`` is False and it does not fit now.
         """
+        check_flag("reuse", reuse)
+        check_flag("wait", wait)
         ids = prompt_ids(prompt, self.tokenizer)
+        given = dict(
+            max_new_tokens=max_new_tokens, eos_ids=eos_ids, stop_strings=stop_strings,
+            stop_sequences=stop_sequences, sampling=sampling, on_tokens=on_tokens,
+        )
         request = Request(
             row=next(self._numbers),
             prompt=ids,
-            max_new_tokens=max_new_tokens,
-            eos_ids=self._eos_ids if eos_ids is None else frozenset(plain_ids(eos_ids)),
-            **plain_stops({"stop_strings": stop_strings, "stop_sequences": stop_sequences}),
             decode=None if self.tokenizer is None else self.tokenizer.decode,
-            sampling=sampling,
             embeddings=embeddings,
-            on_tokens=on_tokens,
             statistics=Statistics(prompt_tokens=len(ids)),
+            **plain_options(given, self._eos_ids),
         )
         check_request(self.models, request)
         self._enqueue(
@@ -153,7 +168,7 @@ class Engine:
         """
         requests = []
         try:
-            for prompt in prompts:
+            for prompt in listed("prompts", "prompts", prompts):
                 requests.append(self.submit(prompt, **options))
             return [self.wait_for(request) for request in requests]
         except BaseException:
@@ -167,43 +182,18 @@ class Engine:
         Raises:
           CapacityError: it waits, and nothing that runs could ever make room for it.
         """
+        self._own(request)
         while request.finish_reason is None:
-            self._advance(request)
+            self.advance(request)
         return request.output()
 
-    def stream(self, request: Request) -> Iterator[Piece]:
-        """What a request publishes, as it comes, from its beginning.
+    def stream(self, request: Request) -> Stream:
+        """What a request publishes, as it comes, from its beginning; see `Stream`."""
+        return Stream(self, self._own(request))
 
-        Closing it after it has begun cancels the request; what `step` raises does not.
-        """
-        shown = 0
-        try:
-            while True:
-                while shown < len(request.pieces):
-                    shown += 1
-                    yield request.pieces[shown - 1]
-                if request.finish_reason is not None:
-                    return
-                self._advance(request)
-        except GeneratorExit:
-            self.cancel(request)
-            raise
-
-    async def astream(self, request: Request) -> AsyncIterator[Piece]:
+    def astream(self, request: Request) -> Stream:
         """`stream` for asyncio: other tasks run between rounds and may stream other requests."""
-        shown = 0
-        try:
-            while True:
-                while shown < len(request.pieces):
-                    shown += 1
-                    yield request.pieces[shown - 1]
-                if request.finish_reason is not None:
-                    return
-                self._advance(request)
-                await asyncio.sleep(0)
-        except (GeneratorExit, asyncio.CancelledError):
-            self.cancel(request)
-            raise
+        return self.stream(request)
 
     def cancel(self, request: Request) -> None:
         """Ends a request where it stands; what it has published stays. Nothing if it has ended.
@@ -212,8 +202,7 @@ class Engine:
           ValueError: it is no request of this engine.
           what a callback raises while earlier rounds are published; the request has ended then.
         """
-        if request.finish_reason is None and not self._schedule.knows(request):
-            raise ValueError(f"request: expected one of this engine, got number {request.row}")
+        self._own(request)
         self._recover()
         try:
             self._schedule.settle()  # what the device has done is published
@@ -238,9 +227,28 @@ class Engine:
         finally:
             self._busy = False
             self._recover()
+            while self._abandoned:
+                self.cancel(self._abandoned.pop())
+
+    def advance(self, request: Request) -> None:
+        """A step for the sake of one request, which has not ended.
+
+        Raises:
+          CapacityError: nothing could be done; it waits, and nothing will ever make room for it.
+        """
+        if not self.step() and request.finish_reason is None:
+            raise CapacityError(self._schedule.shortage(self._schedule.waiting[0]))
+
+    def abandon(self, request: Request) -> None:
+        """`cancel` for whoever may call in the middle of a step: it waits for the step's end."""
+        if self._busy:
+            self._abandoned.append(request)
+        else:
+            self.cancel(request)
 
     def read(self, request: Request) -> int:
         """How many tokens of a request's prompt have been read so far; for a progress bar."""
+        self._own(request)
         if request.tokens or request.finish_reason is not None:
             return len(request.prompt)
         row = self._schedule.row_of(request)
@@ -250,131 +258,6 @@ class Engine:
     def idle(self) -> bool:
         """No request runs or waits."""
         return not self._schedule.rows and not self._schedule.waiting
-
-    # -- images --------------------------------------------------------------------------------
-
-    def find(self, ids: Sequence[int]) -> StateImage | None:
-        """The image that a prompt of these ids would start from, to save or to restore."""
-        return self._store.longest_prefix(plain_ids(ids))
-
-    def checkpoint(self, request: Request) -> StateImage:
-        """Keeps the state of a running request where it stands; it goes on unchanged.
-
-        Raises:
-          ValueError: the request has no lane.
-          CapacityError: no slot, or no page for the tail, can be made free.
-        """
-        return self._schedule.capture(self._row(request), kept=True)
-
-    def restore(self, image: StateImage, *, wait: bool = True, **changes) -> Request:
-        """A new request that goes on from an image as the original would have.
-
-        Args:
-          changes: other ``max_new_tokens`` (counted from the prompt's end), ``sampling``,
-            ``eos_ids``, ``on_tokens``, ...; see `Request`.
-        Raises:
-          ValueError: the image is gone, or nothing is left of the budget.
-          CapacityError: as `submit`.
-        """
-        self._check_there(image)
-        request = image.origin.continued(next(self._numbers), **plain_stops(changes))
-        if (request.prompt, request.tokens) != (image.origin.prompt, image.origin.tokens):
-            raise ValueError("changes: expected the image's own prompt and tokens, got others")
-        check_request(self.models, request)
-        image.users += 1
-        try:
-            self._enqueue(Waiting(request=request, image=image, reuse=False), wait)
-        except BaseException:
-            self._store.leave(image)
-            raise
-        return request
-
-    def fork(
-        self,
-        request: Request,
-        count: int = 1,
-        *,
-        sampling: Sequence[SamplingParams] | None = None,
-        **changes,
-    ) -> list[Request]:
-        """New requests that go on from where a running one stands, which itself goes on.
-
-        Args:
-          count: how many.
-          sampling: controls of each; None for the request's own.
-          changes: as for `restore`.
-        Raises:
-          ValueError: the request has no lane, or the controls are not ``count``.
-          CapacityError: as `checkpoint`.
-        """
-        controls = [request.sampling] * count if sampling is None else list(sampling)
-        if count < 1 or len(controls) != count:
-            raise ValueError(f"sampling: expected {count} entries, at least 1, got {len(controls)}")
-        image = self._schedule.capture(self._row(request), temporary=True)
-        image.users += 1  # until all have been entered
-        made = []
-        try:
-            for one in controls:
-                made.append(self.restore(image, sampling=one, **changes))
-            return made
-        except BaseException:
-            for copy in made:
-                self._withdraw(copy)
-            raise
-        finally:
-            self._store.leave(image)
-
-    def drop(self, image: StateImage) -> None:
-        """Forgets an image; requests that wait for it are cancelled."""
-        for waiting in tuple(self._schedule.waiting):
-            if waiting.image is image:
-                self.cancel(waiting.request)
-        if not image.dropped:
-            self._store.drop(image)
-
-    def replicate(self, image: StateImage, *, drop_device: bool = False) -> None:
-        """Makes a host copy of an image; it counts only once every byte has arrived.
-
-        Args:
-          drop_device: gives the slot and pages back then.
-        Raises:
-          ValueError: the image is gone.
-          CapacityError: the host budget cannot hold it.
-        """
-        self._check_there(image)
-        self._store.replicate(image)
-        if drop_device:
-            self._store.release_device(image)
-
-    def save(self, image: StateImage, folder) -> None:
-        """Writes an image to a folder; see `engine/saved.py`. Raises ValueError if it is gone."""
-        self._check_there(image)
-        replica = image.replica or self._lanes.to_host(image.holding)
-        save_image(
-            folder, Saved(tokens=image.tokens, origin=image.origin, replica=replica),
-            self._identity,
-        )
-
-    def load(self, folder) -> StateImage:
-        """Reads an image from a folder. It is kept, on the host, until it is dropped.
-
-        Raises:
-          ValueError: it is incomplete, or was made with other weights, models, dtypes, page size or
-            format; or its ids do not fit the run.
-        """
-        decode = None if self.tokenizer is None else self.tokenizer.decode
-        saved = load_image(folder, self._identity, self._lanes.like, decode)
-        if len(saved.tokens) >= self.models.run.max_context:
-            raise ValueError(
-                f"max_context: expected more than {len(saved.tokens)}, "
-                f"got {self.models.run.max_context}"
-            )
-        image = StateImage(
-            tokens=saved.tokens, origin=saved.origin, holding=None, replica=saved.replica,
-            kept=True,
-        )
-        self._store.add(image)
-        return image
 
     # -- tokens of the caller's ----------------------------------------------------------------
 
@@ -390,10 +273,11 @@ class Engine:
         row = self._row(request)
         if not row.decoding:
             raise ValueError("request: expected one that has published a token, got none")
+        ids = plain_ids("ids", ids)
         check_ids("ids", ids, self.models.target.public_vocab)
-        if len(ids) == 0:
+        if not ids:
             raise ValueError("ids: expected at least one token, got none")
-        self._schedule.force(row, plain_ids(ids))
+        self._schedule.force(row, ids)
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -407,14 +291,16 @@ class Engine:
         else:
             self._schedule.place_now(waiting)
 
-    def _advance(self, request: Request) -> None:
-        if self.step() or request.finish_reason is not None:
-            return
-        if not self._schedule.waiting:
+    def _own(self, request: Request) -> Request:
+        """The request, unless it is none of this engine's; one that has ended may be anybody's."""
+        if not isinstance(request, Request):
+            raise ValueError(f"request: expected a Request, got {request!r}")
+        if request.finish_reason is None and not self._schedule.knows(request):
             raise ValueError(f"request: expected one of this engine, got number {request.row}")
-        raise CapacityError(self._schedule.shortage(self._schedule.waiting[0]))
+        return request
 
     def _row(self, request: Request) -> Row:
+        self._own(request)
         self._recover()
         self._schedule.settle()  # after a step that raised there may be something to enter
         row = self._schedule.row_of(request)
@@ -428,16 +314,6 @@ class Engine:
             request.end(FinishReason.CANCELLED)
         finally:
             self._schedule.withdraw(request)
-
-    def _check_there(self, image: StateImage) -> None:
-        if image.dropped:
-            raise ValueError("image: expected one that is kept, got one that has been dropped")
-        if image not in self._store:
-            raise ValueError("image: expected one of this engine, got another's")
-
-    @functools.cached_property
-    def _identity(self) -> dict:
-        return identity(self.models, fingerprint(self.params))
 
     def _recover(self) -> None:
         if self._lanes.lost:

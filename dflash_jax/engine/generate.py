@@ -9,7 +9,16 @@ import time
 from collections.abc import Collection, Sequence
 
 from dflash_jax.config import DraftConfig
-from dflash_jax.engine.checks import check_device, check_params, check_prompts, is_integer
+from dflash_jax.engine.checks import (
+    check_callback,
+    check_device,
+    check_params,
+    check_prompts,
+    check_sampling,
+    is_integer,
+    listed,
+    plain_ids,
+)
 from dflash_jax.engine.device import DeviceBatch
 from dflash_jax.engine.preview import preview
 from dflash_jax.engine.publish import account, publish
@@ -56,17 +65,28 @@ def generate(
     Raises:
       ValueError: the checks of ``engine/checks.py``, before any device work.
     """
+    prompts = [
+        plain_ids(f"prompts[{row}]", prompt)
+        for row, prompt in enumerate(listed("prompts", "prompts", prompts))
+    ]
+    eos_ids = plain_ids("eos_ids", eos_ids)
     check_prompts(models, prompts, max_new_tokens, eos_ids)
     check_params(models, params)
     check_device(models)
     widths = check_widths(models, tree_nodes)
-    controls = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    check_callback(on_tokens)
+    if isinstance(sampling, SamplingParams):
+        controls = (sampling,) * len(prompts)
+    else:
+        controls = listed("sampling", "SamplingParams, or one for all", sampling)
     if len(controls) != len(prompts):
         raise ValueError(f"sampling: expected {len(prompts)} entries, got {len(controls)}")
+    for one in controls:
+        check_sampling("sampling", one, models.target.public_vocab)
     requests = [
         Request(
             row=row,
-            prompt=tuple(prompt),
+            prompt=prompt,
             max_new_tokens=max_new_tokens,
             eos_ids=frozenset(eos_ids),
             sampling=controls[row],

@@ -42,6 +42,14 @@ class StateImage:
     used: int = 0
     temporary: bool = False
 
+    @classmethod
+    def of(cls, request: Request, frontier: int, holding: Holding, **fields) -> "StateImage":
+        """Of a request as it stands; the holding has its state at that frontier."""
+        return cls(
+            tokens=tuple(request.ledger[:frontier]), origin=request.continued(request.row),
+            holding=holding, **fields,
+        )
+
     @property
     def frontier(self) -> int:
         """F."""
@@ -96,7 +104,11 @@ class ImageStore:
         """Enters an image, and drops what the budgets no longer allow."""
         self.touch(image)
         self._images.append(image)
-        self.trim()
+        try:
+            self.trim()
+        except BaseException:
+            self.drop(image)  # nobody has learned of it
+            raise
 
     def touch(self, image: StateImage) -> None:
         """Marks a use."""

@@ -6,6 +6,7 @@ so it has no columns and writes nothing. Every method that changes the state rep
 assignment together with what tells that it happened, so an exception leaves the two in agreement.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -174,7 +175,8 @@ class Lanes:
             self._state, self._drawn[lane] = _first(
                 self._models, self._params, self._state, rows, self._sampling
             )
-        token, fault = np.asarray(self._drawn[lane]).tolist()
+        with self._reading():
+            token, fault = np.asarray(self._drawn[lane]).tolist()
         return None if fault else token
 
     @property
@@ -193,10 +195,12 @@ class Lanes:
             models, self._params, self._state, rows, self._sampling
         )
         self._state, self._flight = state, (models, rows, scratch, summary)
+        summary.copy_to_host_async()  # so that it is here as soon as it is there
 
     def result(self) -> RoundResult:
         """Waits for the round in flight and reads what the host decides on."""
-        return RoundResult.of(self._flight[3])
+        with self._reading():
+            return RoundResult.of(self._flight[3])
 
     def commit(self, committed: Mapping[int, int]) -> None:
         """Adopts the first N columns of the round in flight; other lanes keep nothing."""
@@ -223,12 +227,13 @@ class Lanes:
 
     def to_host(self, holding: Holding) -> Replica:
         """A packed copy of a holding's slot and pages; complete when this returns."""
-        # np.array, since np.asarray on a CPU is a view that keeps the device's array.
-        slot = jax.tree.map(np.array, images.read_slot(self._state, _number(holding.slot)))
-        groups = [
-            jax.tree.map(np.asarray, images.read_pages(self._state, target, draft))
-            for target, draft in self._groups(holding)
-        ]
+        with self._reading():
+            # np.array, since np.asarray on a CPU is a view that keeps the device's array.
+            slot = jax.tree.map(np.array, images.read_slot(self._state, _number(holding.slot)))
+            groups = [
+                jax.tree.map(np.asarray, images.read_pages(self._state, target, draft))
+                for target, draft in self._groups(holding)
+            ]
 
         def packed(count):
             return lambda *leaves: np.concatenate(leaves, axis=1)[:, :count].copy()
@@ -260,6 +265,19 @@ class Lanes:
         for place, (target, draft) in enumerate(self._groups(some)):
             group = jax.tree.map(functools.partial(_group_of, place), replica.pages)
             self._state = images.write_pages(self._state, target, draft, group)
+
+    @contextlib.contextmanager
+    def _reading(self):
+        """For reads of what programs left: one that failed on the device is known only here.
+
+        The state came from the same programs, so it is lost with what they left.
+        """
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:
+            for leaf in jax.tree.leaves(self._state):
+                leaf.delete()
+            raise
 
     def _groups(self, holding: Holding):
         pages = self._models.run.pages

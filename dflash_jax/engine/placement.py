@@ -20,11 +20,13 @@ class Waiting:
     Fields:
       image: where it has to start; None to start from what its prompt finds.
       reuse: whether the prompt may find an image.
+      failed: placing it has raised; a second time in a row ends the request.
     """
 
     request: Request
     image: StateImage | None
     reuse: bool
+    failed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,8 +99,13 @@ class Placement:
         more = self._pools.pages_of(positions) - len(image.holding.target_pages)
         if not self._store.make_room(0, more, spare=image):
             return None
-        image.holding = self._pools.grow(image.holding, positions)
-        self._lanes.resume(lane, image.holding, request, image.frontier)
+        holding = self._pools.grow(image.holding, positions)
+        try:
+            self._lanes.resume(lane, holding, request, image.frontier)
+        except BaseException:
+            self._pools.shrink(holding, image.frontier)
+            raise
+        image.holding = holding
         return self._store.detach(image)
 
     def _filled(self, holding: Holding, fill) -> Holding:

@@ -35,7 +35,8 @@ def preview(request: Request, outputs: Sequence[int], licensed: int) -> Decision
     A request that has been ended (cancelled, or a fault of its row) keeps nothing. Otherwise the
     prefix stops just after the first EOS id, stop sequence or stop string, also one that began in
     an earlier round, and at the remaining budget; N < L therefore means that the request ends with
-    this round. An EOS id ends a request before a stop does, and both before the budget.
+    this round. An EOS id has no text, so it completes no stop string; it comes before a stop
+    sequence that it completes, and all of them before the budget.
 
     Args:
       request: the row's request; its remaining budget is positive while it runs. It is not changed.
@@ -59,12 +60,13 @@ def preview(request: Request, outputs: Sequence[int], licensed: int) -> Decision
         if token in request.eos_ids:
             tokens, reason = tokens[: index + 1], FinishReason.EOS
             break
-    sight = request.watch.push(tokens)
+    eos = tokens[-1:] if reason is FinishReason.EOS else ()
+    sight = request.watch.push(tokens[: len(tokens) - len(eos)])
     watch, text = sight.watch, sight.text
     if sight.stopped:
-        ended_by_eos = reason is FinishReason.EOS and sight.used == len(tokens)
-        tokens = tokens[: sight.used]
-        reason = FinishReason.EOS if ended_by_eos else FinishReason.STOP
+        tokens, reason = tokens[: sight.used], FinishReason.STOP
+    elif eos:
+        watch = watch.silent(*eos)
     if reason is not None:
         watch, rest = watch.finish()
         text += rest

@@ -5,6 +5,8 @@ Order of a round on the host (contracts 9.5): preview -> commit -> ``account`` -
 commit that fails therefore publishes nothing.
 """
 
+import numpy as np
+
 from dflash_jax.engine.preview import Decision
 from dflash_jax.engine.request import FinishReason, Piece, Request
 
@@ -34,5 +36,6 @@ def publish(request: Request, decision: Decision) -> None:
     """
     if not decision.tokens or request.on_tokens is None:
         return
-    if request.on_tokens(request.row, list(decision.tokens)) is False:
+    answer = request.on_tokens(request.row, list(decision.tokens))
+    if isinstance(answer, bool | np.bool_) and not answer:
         request.end(FinishReason.CANCELLED)

@@ -95,7 +95,7 @@ class Request:
         list of prompts, and row of the batch.
       prompt: token ids to continue.
       max_new_tokens: outputs it may publish.
-      eos_ids: ids that end it; the id itself is published.
+      eos_ids: ids that end it; the id itself is published, and has no text.
       stop_sequences: id sequences that end it; their ids are published.
       stop_strings: strings that end it; the text ends before them, the ids do not.
       decode: text of ids; needed for ``stop_strings`` and for any text.
@@ -169,12 +169,8 @@ class Request:
         if (other.stop_sequences, other.stop_strings) == (self.stop_sequences, self.stop_strings):
             other.watch = self.watch
         elif other.tokens:
-            seen = other.watch.push(other.tokens)
-            if seen.stopped:
-                raise ValueError("stop_strings, stop_sequences: expected none that has come "
-                                 f"already, got one within {seen.used} tokens")
-            other.watch = seen.watch
-            other.pieces = [Piece(tokens=tuple(other.tokens), text=seen.text)]
+            other.watch, text = other.watch.behind(self.watch, self.tokens, self.text)
+            other.pieces = [Piece(tokens=tuple(other.tokens), text=text)]
         return other
 
     def end(self, reason: FinishReason) -> None:

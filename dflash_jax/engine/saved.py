@@ -8,6 +8,7 @@ written halfway or changed is never loaded.
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,15 +18,16 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from dflash_jax.config.folder import read_json, write_text
+from dflash_jax.config.folder import read_json, write_files
 from dflash_jax.engine.lanes import Replica
 from dflash_jax.engine.request import Embeddings, Piece, Request
 from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models
 
-FORMAT = 1
+FORMAT = 2
 TENSORS, HEADER = "image.safetensors", "image.json"
 _EMBEDDINGS = ("rows", "index", "positions")
+_WATCH = ("tail", "recent", "shown", "held")  # what of it does not follow from the request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,11 @@ def identity(models: Models, weights: str) -> dict:
 
 
 def save_image(folder, saved: Saved, identity: dict) -> None:
-    """Writes a folder; an image that it holds stays until the new one is whole."""
-    folder = Path(folder)
+    """Writes a folder; an image that it holds stays until the new one is whole.
+
+    Raises: ValueError for what is no path, OSError for what cannot be written.
+    """
+    folder = _path(folder)
     tensors = {f"state/{name}": leaf for name, leaf in _leaves(saved.replica)}
     origin = saved.origin
     if origin.embeddings is not None:
@@ -71,14 +76,13 @@ def save_image(folder, saved: Saved, identity: dict) -> None:
     header = json.loads(json.dumps(header, default=lambda number: number.item()))
     header |= {"identity": identity, "digest": _digest(content, header)}
     text = json.dumps(header, indent=1) + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{TENSORS}.partial"
-    try:
-        partial.write_bytes(content)
-        partial.replace(folder / TENSORS)
-    finally:
-        partial.unlink(missing_ok=True)
-    write_text(folder / HEADER, text)
+    write_files({folder / TENSORS: content, folder / HEADER: text.encode()})
+
+
+def _path(folder) -> Path:
+    if not isinstance(folder, str | os.PathLike):
+        raise ValueError(f"folder: expected a path, got {folder!r}")
+    return Path(folder)
 
 
 def _plain_request(origin: Request) -> dict:
@@ -94,6 +98,7 @@ def _plain_request(origin: Request) -> dict:
         "sampling": sampling,
         "tokens": list(origin.tokens),
         "text": origin.text,
+        "watch": {name: getattr(origin.watch, name) for name in _WATCH},
         "rope_delta": origin.embeddings and origin.embeddings.rope_delta,
     }
 
@@ -115,7 +120,7 @@ def load_image(folder, identity: dict, like: Callable[[int], Replica], decode) -
       ValueError: the folder is incomplete or damaged, or was made with another format, model,
         dtype, page size or other weights; says which.
     """
-    folder = Path(folder)
+    folder = _path(folder)
     header = read_json(folder / HEADER)
     stated = header.get("identity") if isinstance(header, dict) else None
     if not isinstance(stated, dict):
@@ -162,7 +167,11 @@ def _request(fields: dict, tensors: dict, decode) -> Request:
     )
     if request.tokens:
         request.pieces.append(Piece(tokens=tuple(request.tokens), text=fields["text"]))
-        request.watch = request.watch.push(request.tokens).watch
+    seen = fields["watch"]
+    request.watch = dataclasses.replace(
+        request.watch, tail=tuple(seen["tail"]), recent=tuple(seen["recent"]),
+        shown=seen["shown"], held=seen["held"],
+    )
     return request
 
 

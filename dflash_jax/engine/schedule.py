@@ -8,7 +8,7 @@ the next step.
 """
 
 import collections
-import dataclasses
+import contextlib
 import time
 from collections.abc import Collection, Sequence
 
@@ -16,52 +16,13 @@ from dflash_jax.engine.images import ImageStore, StateImage
 from dflash_jax.engine.lanes import Lanes
 from dflash_jax.engine.pages import CapacityError
 from dflash_jax.engine.placement import Placement, Waiting, positions_of
-from dflash_jax.engine.pools import Holding, Pools
+from dflash_jax.engine.pools import Pools
 from dflash_jax.engine.preview import Decision, preview
 from dflash_jax.engine.publish import account, publish
 from dflash_jax.engine.request import FinishReason, Request
+from dflash_jax.engine.rows import KEPT, Entry, Flight, Row
 from dflash_jax.engine.width import Widths
 from dflash_jax.steps import Models
-
-KEPT = frozenset([FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH])
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Row:
-    """A request that has a lane.
-
-    Fields:
-      lane: its row in the batch.
-      holding: its slot and pages, enough for everything it may still publish.
-      decoding: the first token has been drawn.
-      since: when it got the lane, or drew the first token; seconds.
-    """
-
-    request: Request
-    lane: int
-    holding: Holding
-    decoding: bool
-    since: float = dataclasses.field(default_factory=time.perf_counter)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A decision whose commit has been issued. ``round`` is (P, A, columns), None without one."""
-
-    row: Row
-    decision: Decision
-    round: tuple[int, int, int] | None
-
-
-@dataclasses.dataclass(kw_only=True, eq=False)
-class Flight:
-    """A round that the device runs: its rows by lane, its width, when it began."""
-
-    rows: dict[int, Row]
-    nodes: int
-    since: float
-    # Lanes whose preview has raised once; a second time ends the request.
-    failed: set[int] = dataclasses.field(default_factory=set)
 
 
 class Scheduler:
@@ -152,7 +113,7 @@ class Scheduler:
         except BaseException:
             self._pools.give(holding)
             raise
-        image = _image(row.request, frontier, holding, **fields)
+        image = StateImage.of(row.request, frontier, holding, **fields)
         self._store.add(image)
         return image
 
@@ -237,8 +198,9 @@ class Scheduler:
     def _admit(self) -> bool:
         progress, self._stuck = False, False
         while self.waiting and (lane := self._free_lane()) is not None:
-            if not self._place(self.waiting[0], lane):
-                self._stuck = True
+            with self._answering(self.waiting[0]):
+                self._stuck = not self._place(self.waiting[0], lane)
+            if self._stuck:
                 break
             self.waiting.popleft()
             progress = True
@@ -250,21 +212,25 @@ class Scheduler:
             if row.decoding or row.request.finish_reason is not None:
                 continue
             progress = True
-            request, lane = row.request, row.lane
-            done = self._lanes.frontier(lane)
-            if done < len(request.prompt):
-                done = self._lanes.prefill(
-                    lane, row.holding, request.prompt, done, request.embeddings
-                )
-            if done == len(request.prompt):
-                self._first(row)
+            with self._answering(row):
+                self._read(row)
+            if row.decoding or row.request.finish_reason is not None:
+                self.settle()
         return progress
 
-    def _first(self, row: Row) -> None:
-        request = row.request
-        if "prompt" in self._checkpoints and request.embeddings is None:
+    def _read(self, row: Row) -> None:
+        """Runs the next chunk of a prompt, and draws the first token behind the last one."""
+        request, lane = row.request, row.lane
+        done = self._lanes.frontier(lane)
+        if done < len(request.prompt):
+            done = self._lanes.prefill(
+                lane, row.holding, request.prompt, done, request.embeddings
+            )
+        if done < len(request.prompt):
+            return
+        if "prompt" in self._checkpoints and request.embeddings is None and not row.failed:
             self._keep_prompt(row)
-        token = self._lanes.first_token(row.lane, row.holding)
+        token = self._lanes.first_token(lane, row.holding)
         if token is None:
             request.end(FinishReason.FAULT)
         else:
@@ -273,7 +239,24 @@ class Scheduler:
             self._entered.append(entry)
         now = time.perf_counter()
         request.statistics.prefill_seconds, row.since = now - row.since, now
-        self.settle()
+
+    @contextlib.contextmanager
+    def _answering(self, one: Row | Waiting):
+        """For what is done for one request alone: if it raises twice in a row, the request ends.
+
+        Whatever a tokenizer or the device raises there would else stop everybody, at every step.
+        """
+        try:
+            yield
+        except Exception:
+            if one.failed:
+                try:
+                    one.request.end(FinishReason.FAULT)
+                finally:
+                    self.withdraw(one.request)
+            one.failed = True
+            raise
+        one.failed = False
 
     def _keep_prompt(self, row: Row) -> None:
         """A checkpoint at the end of the prompt, if there is room for one."""
@@ -303,13 +286,15 @@ class Scheduler:
                 try:
                     decision = preview(row.request, result.outputs[lane], licensed)
                 except Exception as error:
-                    if lane not in flight.failed:
-                        flight.failed.add(lane)
+                    if not row.failed:
+                        row.failed = True
                         raise
                     raised = error
                     decision = Decision(
                         tokens=(), reason=FinishReason.FAULT, text="", watch=row.request.watch
                     )
+                else:
+                    row.failed = False
             counts = (result.proposals[lane], licensed - 1, result.columns[lane])
             entries.append(Entry(row=row, decision=decision, round=counts))
             tokens += licensed
@@ -393,15 +378,8 @@ class Scheduler:
             self._store.touch(known)
         else:
             holding = self._pools.shrink(row.holding, frontier)
-            self._store.add(_image(request, frontier, holding))
+            self._store.add(StateImage.of(request, frontier, holding))
 
     def _catch_up(self, row: Row) -> None:
         if self._models.draft is not None:
             self._lanes.materialize(row.lane, row.holding)
-
-
-def _image(request: Request, frontier: int, holding: Holding, **fields) -> StateImage:
-    return StateImage(
-        tokens=tuple(request.ledger[:frontier]), origin=request.continued(request.row),
-        holding=holding, **fields,
-    )

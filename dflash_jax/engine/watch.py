@@ -35,17 +35,45 @@ class Watch:
 
     def push(self, tokens: Sequence[int]) -> "Sight":
         """Looks at tokens, one after the other, up to the first that stops."""
-        if not self.sequences and not self.strings:
-            watch, text, _ = self._read(tokens)
-            return Sight(watch=watch, text=text, used=len(tokens), stopped=False)
+        watch, text, stopped = self._read(tokens)
+        if not stopped and not self._meets_a_sequence(tokens):  # mostly so: one look at all of them
+            return Sight(watch=watch.silent(*tokens), text=text, used=len(tokens), stopped=False)
         watch, texts = self, []
         for index, token in enumerate(tokens):
-            watch, text, stopped = watch._read((token,))
+            before = watch
+            watch, text, stopped = before._read((token,))
             texts.append(text)
-            watch = dataclasses.replace(watch, tail=watch._tail_with(token))
-            if stopped or watch._ends_with_a_sequence():
+            watch = watch.silent(token)
+            if stopped or before._meets_a_sequence((token,)):
                 return Sight(watch=watch, text="".join(texts), used=index + 1, stopped=True)
         return Sight(watch=watch, text="".join(texts), used=len(tokens), stopped=False)
+
+    def silent(self, *tokens: int) -> "Watch":
+        """The watch after ids that count for sequences, but have no text or had it read already."""
+        longest = max(map(len, self.sequences), default=0)
+        if not longest:
+            return self
+        return dataclasses.replace(self, tail=(*self.tail, *tokens)[-longest:])
+
+    def behind(
+        self, other: "Watch", tokens: Sequence[int], shown: str
+    ) -> tuple["Watch", str]:
+        """This watch, which has seen nothing, from where another stands.
+
+        Args:
+          tokens, shown: what the other has seen, and the text it has let out.
+        Returns:
+          the watch, and the text without what this one holds back.
+        Raises: ValueError if what this one looks for has come already.
+        """
+        text = shown + other.held
+        if any(string in text for string in self.strings) or self._meets_a_sequence(tokens):
+            raise ValueError("stop_strings, stop_sequences: expected none that has come already")
+        kept = len(text) - self._undecided(text)
+        watch = dataclasses.replace(
+            self, recent=other.recent, shown=other.shown, held=text[kept:]
+        )
+        return watch.silent(*tokens), text[:kept]
 
     def finish(self) -> tuple["Watch", str]:
         """The watch with nothing left to tell, and the text it held back."""
@@ -61,7 +89,8 @@ class Watch:
         recent = (*self.recent, *tokens)
         piece = self._piece(recent)
         text = self.held + piece
-        found = [place for string in self.strings if (place := text.find(string)) >= 0]
+        sure = text.rstrip(REPLACEMENT)  # what follows may still become a character
+        found = [place for string in self.strings if (place := sure.find(string)) >= 0]
         if found:
             ended = dataclasses.replace(self, recent=(), shown=0, held="")
             return ended, text[: min(found)], True
@@ -86,12 +115,14 @@ class Watch:
                 return length
         return 0
 
-    def _tail_with(self, token: int) -> tuple[int, ...]:
-        longest = max(map(len, self.sequences), default=0)
-        return (*self.tail, token)[-longest:] if longest else ()
-
-    def _ends_with_a_sequence(self) -> bool:
-        return any(self.tail[-len(sequence) :] == sequence for sequence in self.sequences)
+    def _meets_a_sequence(self, tokens: Sequence[int]) -> bool:
+        """Whether one of the sequences ends within these tokens."""
+        ids = (*self.tail, *tokens)
+        return any(
+            ids[end - len(sequence) : end] == sequence
+            for sequence in self.sequences
+            for end in range(max(len(self.tail) + 1, len(sequence)), len(ids) + 1)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ Source: contracts 8.7.
 import dataclasses
 from collections.abc import Sequence
 
+from dflash_jax.engine.checks import listed
+
 # The controller's choices beyond the chain: K + 5 and K + 9 columns, for at most this many rows.
 EXTRA = (5, 9)
 LARGEST = 32
@@ -134,4 +136,4 @@ def widths_of(draft_tokens: int, run_nodes: int, asked: Sequence[int] | str | No
         if asked != "auto":
             raise ValueError(f"tree_nodes: expected widths or 'auto', got {asked!r}")
         return WidthController(draft_tokens)
-    return WidthTable(asked)
+    return WidthTable(listed("tree_nodes", "widths, or 'auto'", asked))

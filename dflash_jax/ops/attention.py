@@ -33,6 +33,11 @@ def check_block(query, block_key, kv_heads: int) -> None:
         )
 
 
+def form_of_tiles(query) -> str:
+    """What "auto" means on a GPU: the kernel's tiles of wide fp32 heads would spill registers."""
+    return "pallas" if query.dtype.itemsize == 2 or query.shape[-1] <= 64 else "xla"
+
+
 def fold_heads(query, kv_heads: int):
     """[B, W, Hq, D] -> [B, Hkv, G*W, D]: the G query heads that read one KV head become rows."""
     batch, width, heads, dim = query.shape

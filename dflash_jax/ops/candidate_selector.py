@@ -109,7 +109,7 @@ def select(
 
     Args:
       the operands of the two.
-      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
+      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static.
     Returns:
       Walk.
     Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
@@ -119,7 +119,7 @@ def select(
     lacking = None if kernel.supports(*sizes) else (
         f"powers of two, got {sizes[0]} candidates, rank {sizes[1]}"
     )
-    form = choose_form("candidate_selector", implementation, lacking)
+    form = choose_form("candidate_selector", implementation, lacking, auto_gpu="pallas")
     if form == "xla":
         edges = edge_scores(unary, candidates, anchor, query, predecessor, successor)
         return conditional_walk(edges, candidates, temperature, uniforms)

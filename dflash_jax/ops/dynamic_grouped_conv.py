@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dflash_jax.ops.dispatch import choose_form
-from dflash_jax.ops.linear import linear_split
+from dflash_jax.ops.linear import linear, linear_split
 from dflash_jax.ops.norm import plain_rmsnorm
 from dflash_jax.ops.rounding import round_to
 from dflash_jax.pallas import dynamic_grouped_conv as kernel
@@ -50,9 +50,14 @@ def prepare(x, norm_weight, base, projection, *, eps, out_dtype, implementation=
     _check_base(base[0], x.shape[-1], groups)
     form = _form(x, implementation)
     if form != "xla":
+        options = {"interpret": form == "interpret"}
+        halves, scale = kernel.norm(
+            x.reshape(-1, x.shape[-1]), norm_weight, eps=eps, dtype=projection.dtype, **options
+        )
+        products = linear(halves, projection, jnp.float32)
+        products = products.reshape(len(halves), *x.shape[:2], -1)
         prepared, finish_delta = kernel.prepare(
-            x, norm_weight, base, projection, eps=eps, out_dtype=out_dtype,
-            interpret=form == "interpret",
+            x, norm_weight, scale, base, products, out_dtype=out_dtype, **options
         )
         return Prepared(prepared=prepared, finish_delta=finish_delta)
     normed = plain_rmsnorm(x, norm_weight, eps)

@@ -80,7 +80,7 @@ def gated_delta_block(
       parent, live, chain: as in `gated_delta_verify`.
       key_heads:  Hk. eps: of the norm. Static.
       implementation: "xla", "pallas", "interpret" or "auto". Static. The kernel takes chains; trees
-        have one for the recurrence alone (`gated_delta_verify`). "auto" takes it on a GPU.
+        have one for the recurrence alone (`gated_delta_verify`). "auto" takes it on a GPU if W > 1.
     Returns:
       output [B, W, Hv * Dv] in conv's dtype, of columns below live; and `DeltaInputs` with what the
       fold needs (query is None from the kernel); its columns >= live hold anything.
@@ -126,4 +126,6 @@ def _choose(implementation: str, width: int, taps: int, key_dim: int, value_dim:
         f"blocks of at most {kernel.MAX_WIDTH} columns, two taps or more and power-of-two heads of "
         f"at least 16, got width {width}, taps {taps}, key {key_dim}, value {value_dim}"
     )
-    return choose_form("gated_delta_block", implementation, lacking, auto_gpu="pallas")
+    # One column alone costs the kernel as much as eight do; the recurrence's own kernel less.
+    auto = "pallas" if width > 1 else "xla"
+    return choose_form("gated_delta_block", implementation, lacking, auto_gpu=auto)

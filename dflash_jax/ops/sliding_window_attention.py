@@ -7,6 +7,7 @@ from dflash_jax.ops.attention import (
     block_visibility,
     check_block,
     fold_heads,
+    form_of_tiles,
     merge,
     normalise,
     unfold_heads,
@@ -34,7 +35,7 @@ def sliding_window_attention(
       window:      distance in tokens; window - 1 is seen, window is not. Static.
       causal:      the layer's flag from the draft config. Static.
       scale:       score multiplier. Static.
-      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
+      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static.
     Returns:
       [B, W, Hq, D] in query's dtype; columns >= live are exactly zero.
     Numeric: scores, softmax and sums in fp32; probabilities meet a value in the value's dtype; the
@@ -51,7 +52,7 @@ def sliding_window_attention(
     near = jnp.abs(columns[:, None] - columns[None, :]) < window
     named = "causal" if causal else "full"
     inside = block_visibility(named, batch, width, live) & near[None]
-    form = _choose(implementation, width, capacity, dim)
+    form = _choose(implementation, width, capacity, query)
     if form != "xla":
         return kernel.attend(
             query, block_key, block_value, ring_key, ring_value, slot, frontier, live,
@@ -71,12 +72,15 @@ def sliding_window_attention(
     return unfold_heads(normalise(merge(context, block)), width).astype(query.dtype)
 
 
-def _choose(implementation: str, width: int, capacity: int, dim: int) -> str:
+def _choose(implementation: str, width: int, capacity: int, query) -> str:
+    dim = query.shape[-1]
     lacking = None if kernel.supports(width, capacity, dim) else (
         f"blocks of at most {kernel.MAX_WIDTH} columns, rings in multiples of 16 and power-of-two "
         f"heads of at least 16, got width {width}, ring {capacity}, head_dim {dim}"
     )
-    return choose_form("sliding_window_attention", implementation, lacking)
+    return choose_form(
+        "sliding_window_attention", implementation, lacking, auto_gpu=form_of_tiles(query)
+    )
 
 
 def ring_positions(frontier, capacity: int):

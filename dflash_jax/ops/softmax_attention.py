@@ -9,6 +9,7 @@ from dflash_jax.ops.attention import (
     block_visibility,
     check_block,
     fold_heads,
+    form_of_tiles,
     merge,
     normalise,
     unfold_heads,
@@ -41,7 +42,7 @@ def softmax_attention(
       block_mask:  "causal", "full" or bool [B, W, W] (row = query, column = key).
       scale:       score multiplier. Static.
       gate:        None, or [B, W, Hq, D]: the rounded output is multiplied by its sigmoid.
-      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
+      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static.
     Returns:
       [B, W, Hq, D] in query's dtype; columns >= live are exactly zero.
     Numeric: scores, softmax and sums in fp32; probabilities meet a value in the value's dtype; the
@@ -55,7 +56,7 @@ def softmax_attention(
     kv_heads, num_pages, page, _ = key_pages.shape
     check_block(query, block_key, kv_heads)
     visible = block_visibility(block_mask, batch, width, live)
-    form = _choose(implementation, width, page, dim)
+    form = _choose(implementation, width, page, query)
     if form != "xla":
         return kernel.attend(
             query, block_key, block_value, key_pages, value_pages, table, frontier, live,
@@ -97,12 +98,15 @@ def softmax_attention(
     return jnp.where(alive[:, :, None, None], opened, 0.0).astype(query.dtype)
 
 
-def _choose(implementation: str, width: int, page: int, dim: int) -> str:
+def _choose(implementation: str, width: int, page: int, query) -> str:
+    dim = query.shape[-1]
     lacking = None if kernel.supports(width, page, dim) else (
         f"blocks of at most {kernel.MAX_WIDTH} columns and power-of-two pages and heads of at "
         f"least 16, got width {width}, page {page}, head_dim {dim}"
     )
-    return choose_form("softmax_attention", implementation, lacking)
+    return choose_form(
+        "softmax_attention", implementation, lacking, auto_gpu=form_of_tiles(query)
+    )
 
 
 def ancestor_mask(parent):

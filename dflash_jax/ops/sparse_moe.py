@@ -65,7 +65,7 @@ def expert_mlp(
       down:      [E, H, I], dtype of x or float8_e4m3fn.
       out_dtype: dtype of the result.
       scales:    `BlockScale` of gate_up and of down, None for a dense one.
-      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
+      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static.
     Returns:
       [T, H] out_dtype. A token's result depends on no other token: dead ones may be NaN.
     Numeric: products and sums in fp32 (fp32 operands: no TF32); the SwiGLU product is rounded to
@@ -95,7 +95,8 @@ def expert_mlp(
     if form != "xla":
         outputs = kernel.expert_outputs(
             x, routing.experts, gate_up, down, interpret=form == "interpret",
-            scales=tuple(scale and (scale.values, scale.columns) for scale in scales),
+            scales=tuple(None if scale is None else scale.values for scale in scales),
+            columns=tuple(0 if scale is None else scale.columns for scale in scales),
         )
     elif tokens <= _FEW_TOKENS:
         outputs = _all_tokens_of_active_experts(x, routing.experts, matrices)
@@ -133,10 +134,7 @@ def _choose(implementation: str, tokens: int, hidden: int, inner: int, scales) -
         f"at most {kernel.MAX_TOKENS} tokens, hidden and inner in multiples of 16, and blocks of "
         f"whole steps; got {tokens} tokens, hidden {hidden}, inner {inner}, block columns {columns}"
     )
-    # Dense experts are as fast in XLA, which cannot read float8 ones without widening them first.
-    return choose_form(
-        "sparse_moe", implementation, lacking, auto_gpu="pallas" if columns else "xla"
-    )
+    return choose_form("sparse_moe", implementation, lacking, auto_gpu="pallas")
 
 
 def _all_tokens_of_active_experts(x, experts, matrices):

@@ -54,7 +54,7 @@ def linear_topk(
       ids_sorted:  states that token_ids ascend, which saves a sort and a gather. Static.
       implementation: "xla"; "select", XLA's product and then the kernel of `top_k`; "pallas",
         "interpret" or "mosaic", product and selection in one kernel, which wants ids_sorted;
-        or "auto", which is "xla". Static.
+        or "auto": on a GPU "pallas" where it fits. Static.
     Returns:
       TopK.
     Numeric: scores in fp32, never rounded to a logits dtype.
@@ -100,7 +100,8 @@ def top_k(scores, *, k, eligible, implementation="auto"):
       scores [..., k] fp32 and indices [..., k] int32.
     Source: contracts 5.8.
     """
-    form, count = choose_form("top_k", implementation, _lacking(k)), scores.shape[-1]
+    form = choose_form("top_k", implementation, _lacking(k), auto_gpu="pallas")
+    count = scores.shape[-1]
     if form == "xla":
         scores = jnp.where(scores == 0, 0.0, scores)
         scores = jnp.where(jnp.arange(count) < eligible, scores, -jnp.inf)
@@ -178,7 +179,9 @@ def _head_form(op: str, implementation: str, hidden, head, lacking: str | None =
         f"16-bit heads of multiples of 8 and 64, got {head.shape} {head.dtype}"
     )
     more = {"mosaic": streamed} | ({"select": lacking} if op == "linear_topk" else {})
-    return choose_form(op, implementation, whole, more=more)
+    # The best row alone is a reduction that XLA does as well.
+    auto = "pallas" if op == "linear_topk" else "xla"
+    return choose_form(op, implementation, whole, auto_gpu=auto, more=more)
 
 
 def _lowest_maximum(logits, public_rows):

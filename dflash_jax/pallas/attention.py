@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, broadcast, dot, gpu_call, load
+from dflash_jax.pallas.common import WHOLE, broadcast, dot, gpu_call, load, shared
 
 MAX_WIDTH = 32
 _PROGRAMS = 264  # two on each processor of an H200
@@ -37,16 +37,17 @@ class Tiles:
     num_warps: int
 
     @classmethod
-    def of(cls, shape, kv_heads: int, unit: int, entries: int) -> "Tiles":
-        """For [B, W, Hq, D] queries of so many KV heads and contexts of so many entries.
+    def of(cls, query, kv_heads: int, unit: int, entries: int) -> "Tiles":
+        """For queries [B, W, Hq, D] of so many KV heads and contexts of so many entries.
 
         Args:
           unit: entries that a step never crosses, a power of two: a page, or what divides a ring.
         """
-        batch, width, heads, dim = shape
+        batch, width, heads, dim = query.shape
         rows = heads // kv_heads * width
         tile = min(64, max(16, pl.next_power_of_2(rows)))
-        keys = min(unit, 64)
+        # Two steps of keys and values have to fit into shared memory.
+        keys = min(unit, 64 if dim * query.dtype.itemsize <= 512 else 32)
         programs = batch * kv_heads * pl.cdiv(rows, tile)
         useful = 1 + max(1, entries // (2 * keys))
         parts = min(32, max(2, _PROGRAMS // programs), useful)
@@ -62,9 +63,16 @@ def visibility_bits(visible):
     return jnp.sum(jnp.where(visible, jnp.uint32(1) << place, 0), axis=-1, dtype=jnp.uint32)
 
 
+def split_mask(block_mask):
+    """What "causal", "full" or [B, W, W] bool is among `attend`'s arguments."""
+    named = isinstance(block_mask, str)
+    return {"named_mask": block_mask if named else None, "visible": None if named else block_mask}
+
+
+@shared("named_mask", "reader", "name", "scale", "tiles", "interpret")
 def attend(
-    query, block_key, block_value, context, live, block_mask, gate=None, *,
-    reader: Reader, name: str, scale: float, tiles: Tiles, interpret: bool,
+    query, block_key, block_value, context, live, visible=None, gate=None, *,
+    named_mask: str | None, reader: Reader, name: str, scale: float, tiles: Tiles, interpret: bool,
 ):
     """Attention of a block to its context and to itself.
 
@@ -72,8 +80,9 @@ def attend(
       query: [B, W, Hq, D]. block_key, block_value: [B, W, Hkv, D].
       context: arrays that `reader` gets as refs.
       live: [B] int32, block columns that exist.
-      block_mask: "causal", "full" or [B, W, W] bool, inside the block.
+      visible: [B, W, W] bool, inside the block, or None if `named_mask` says it.
       gate: None, or [B, W, Hq, D]: the rounded output times its sigmoid.
+      named_mask: "causal", "full" or None. reader: the same object in every layer. Static.
     Returns:
       [B, W, Hq, D] in query's dtype; columns >= live are exactly zero.
     """
@@ -81,12 +90,11 @@ def attend(
     kv_heads = block_key.shape[2]
     rows = heads // kv_heads * width
     count = pl.cdiv(rows, tiles.rows)
-    named = isinstance(block_mask, str)
-    bits = () if named else (visibility_bits(block_mask).reshape(-1),)
+    bits = () if visible is None else (visibility_bits(visible).reshape(-1),)
     operands = (query, block_key, block_value, live, *bits, *context)
     shape = (batch, kv_heads, tiles.parts, count * tiles.rows)
     parts = gpu_call(
-        _part_kernel(reader, tiles, block_mask if named else None, scale),
+        _part_kernel(reader, tiles, named_mask, scale),
         name=name,
         out_shape=(
             jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -111,10 +119,10 @@ def attend(
     )(*parts, *gates)
 
 
-def _part_kernel(reader: Reader, tiles: Tiles, block_mask: str | None, scale: float):
+def _part_kernel(reader: Reader, tiles: Tiles, named_mask: str | None, scale: float):
     def kernel(query, block_key, block_value, live, *rest):
         *context, top, total, values = rest
-        bits = context.pop(0) if block_mask is None else None
+        bits = context.pop(0) if named_mask is None else None
         _, width, heads, dim = query.shape
         kv_heads = block_key.shape[2]
         group = heads // kv_heads
@@ -150,9 +158,9 @@ def _part_kernel(reader: Reader, tiles: Tiles, block_mask: str | None, scale: fl
             at = broadcast(row, jnp.minimum(own, width - 1)[:, None], head, across)
             key, value = load(block_key.at[at]), load(block_value.at[at])
             visible = alive & seen[None, :]
-            if block_mask == "causal":
+            if named_mask == "causal":
                 visible &= own[None, :] <= column[:, None]
-            elif block_mask is None:
+            elif named_mask is None:
                 words = bits[row * width + column][:, None]
                 visible &= (words >> own.astype(jnp.uint32)[None, :]) & 1 == 1
             return _absorb(carry, queries, key, value, visible, seen, scale)

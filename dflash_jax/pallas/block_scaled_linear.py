@@ -17,7 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, dot, gpu_call, load, places, step_within, store
+from dflash_jax.pallas.common import (
+    WHOLE,
+    dot,
+    gpu_call,
+    load,
+    places,
+    shared,
+    step_within,
+    store,
+)
 
 MAX_TOKENS = 128
 _PROCESSORS = 132  # of an H200: programs that run at once
@@ -51,7 +60,8 @@ def supports(tokens: int, dtype, inner: int, columns: int) -> bool:
     return fits and step_within(inner, (columns,), 16) == 16
 
 
-def product(x, kernel, scale, *, columns: int, interpret: bool, tiles=None):
+@shared("columns", "interpret", "tiles")
+def product(x, kernel, scale, *, columns: int, interpret: bool, tiles: Tiles | None = None):
     """x times the transposed matrix.
 
     Args:

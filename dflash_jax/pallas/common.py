@@ -5,8 +5,10 @@ through Triton; parameters are therefore always explicit. Triton is deprecated u
 and warns at each lowering: that one warning is filtered here.
 """
 
+import functools
 import warnings
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,6 +18,15 @@ warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecat
 
 load, store = plt.load, plt.store
 WHOLE = pl.BlockSpec(memory_space=pl.ANY)
+
+
+def shared(*static: str):
+    """Decorates a kernel's entry: a jit of its own, with these keywords static.
+
+    All layers that call it alike then lower to one function of a program, and XLA compiles the
+    kernel inside once; without it the names of the layers make every copy another kernel.
+    """
+    return functools.partial(jax.jit, static_argnames=static)
 
 
 def gpu_call(

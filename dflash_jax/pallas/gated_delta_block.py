@@ -31,6 +31,7 @@ from dflash_jax.pallas.common import (
     gpu_call,
     is_power_of_two,
     load,
+    shared,
     store,
 )
 
@@ -80,6 +81,7 @@ def supports(width: int, taps: int, key_dim: int, value_dim: int) -> bool:
     return width <= MAX_WIDTH and taps > 1 and heads
 
 
+@shared("first_gate", "key_heads", "interpret", "num_warps")
 def block(
     projected, gates, first_gate, conv, taps, a_log, dt_bias, recurrent, slot, live, *,
     key_heads, interpret, num_warps=8,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, gpu_call, is_power_of_two
+from dflash_jax.pallas.common import WHOLE, gpu_call, is_power_of_two, shared
 
 _L2_EPS = 1e-6
 
@@ -36,6 +36,7 @@ def supports(key_dim: int, value_dim: int) -> bool:
     return all(is_power_of_two(n) and n >= 16 for n in (key_dim, value_dim))
 
 
+@shared("interpret", "tiles")
 def verify(query, key, value, decay, recurrent, slot, parent, live, *, interpret, tiles=None):
     """Outputs of the columns; `recurrent` is the pool [slots, Hv, Dv, Dk], read only.
 
@@ -117,6 +118,7 @@ def _along(trail, row, index, committed, state, advance):
     )
 
 
+@shared("interpret", "tiles")
 def fold(key, value, decay, recurrent, path, read_slot, write_slot, count, *, interpret,
          tiles=None):
     """Applies `count` records along `path` to the states of the pool, in place.

@@ -8,8 +8,6 @@ few numbers: `best_of_blocks` for the k best, one reduction over blocks for the 
 as int32 keys, which order them totally: +0 and -0 are equal and NaN is above infinity.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,9 +93,9 @@ def stream_k_best(hidden, head, *, k: int, eligible: int, shape=None):
         del split
         scores, maxima = outs
         first = tile * vocab.BLOCK
-        row = first + jax.lax.broadcasted_iota(jnp.int32, sums[0].shape, 0)
-        scores[pl.ds(first, vocab.BLOCK), :] = sums[0]
-        keys = jnp.where(row < eligible, vocab.key(sums[0]), vocab.LOWEST)
+        row = first + jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
+        scores[pl.ds(first, vocab.BLOCK), :] = sums
+        keys = jnp.where(row < eligible, vocab.key(sums), vocab.LOWEST)
         maxima[tile, :] = jnp.max(keys, axis=0)
 
     scores, maxima = _stream(
@@ -118,8 +116,8 @@ def stream_lowest_maximum(hidden, head, *, eligible: int, logits_dtype, shape=No
 
     def epilogue(tile, split, sums, outs):
         del split
-        row = tile * vocab.BLOCK + jax.lax.broadcasted_iota(jnp.int32, sums[0].shape, 0)
-        best, place = _best_rounded(sums[0], row, eligible, logits_dtype)
+        row = tile * vocab.BLOCK + jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
+        best, place = _best_rounded(sums, row, eligible, logits_dtype)
         outs[0][tile, :] = best
         outs[1][tile, :] = place
 
@@ -131,11 +129,11 @@ def stream_lowest_maximum(hidden, head, *, eligible: int, logits_dtype, shape=No
 
 
 def _stream(hidden, head, name, eligible, epilogue, out_type, shape):
-    shape = shape or mosaic.Stream.of(eligible, hidden.shape[1], hidden.shape[0])
-    shape = dataclasses.replace(shape, rows=vocab.BLOCK, splits=1)
+    shape = shape or mosaic.Stream.of(
+        eligible, hidden.shape[1], hidden.shape[0], tile=vocab.BLOCK
+    )
     return mosaic.stream(
-        hidden, head, name=name, segments=(0,), rows=eligible, epilogue=epilogue,
-        out_type=out_type, shape=shape,
+        hidden, head, name=name, rows=eligible, epilogue=epilogue, out_type=out_type, shape=shape
     )
 
 

@@ -4,12 +4,12 @@ The one place that names that lowering. Matches when: 16-bit operands, at most 1
 multiple of 8 matrix rows and a shared axis that is a multiple of 64; a Hopper GPU.
 
 Tiles of matrix rows are the large side of a warpgroup product, the rows of x the narrow one. One
-block a processor walks over its tiles. Copies into a ring of shared buffers run `stages` steps
-ahead of the products and never stop at the end of a tile, so that the memory stays busy while an
-epilogue works on the sums.
+block a processor walks over its pieces: a tile, or a part of the shared axis of one. Copies into a
+ring of shared buffers run `stages` steps ahead of the products and never stop at the end of a
+piece, so that the memory stays busy while an epilogue works on the sums.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -17,32 +17,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plmg
 
+from dflash_jax.pallas.tiling import PROCESSORS, cut
+
 MAX_TOKENS = 128
-_PROCESSORS = 132  # of an H200
 _SHARED = 208 * 1024  # bytes of buffers a processor: the rest is for the epilogue
 _WIDE = 64  # elements of a row of a swizzled tile
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Matrix rows of a tile, stretch of the shared axis a step, buffers, blocks a processor."""
+    """Matrix rows of a tile, parts of the shared axis, stretch of it a step, buffers, blocks a
+    processor.
+    """
 
     rows: int
+    splits: int
     step: int
     stages: int
     per_processor: int = 1
-    splits: int = 1
 
     @classmethod
-    def of(cls, rows: int, width: int, tokens: int, segments: int = 1) -> "Stream":
-        """For [tokens, width] times [segments * rows, width]."""
-        tile = 64 if segments > 1 else 128
-        bytes_a_step = 2 * _WIDE * (segments * tile + padded_tokens(tokens))
-        # Parts of the shared axis where there are too few tiles for the processors.
-        splits, steps = 1, width // _WIDE
-        while pl.cdiv(rows, tile) * splits < _PROCESSORS and steps % (2 * splits) == 0:
-            splits *= 2
-        return cls(rows=tile, step=_WIDE, stages=min(16, _SHARED // bytes_a_step), splits=splits)
+    def of(cls, rows: int, width: int, tokens: int, *, tile: int | None = None) -> "Stream":
+        """For [tokens, width] times [rows, width]^T; with `tile`, tiles of so many rows, whole."""
+        # Two blocks a processor and long steps measured best where the tiles of x are small.
+        small = tokens <= 32 and width % (2 * _WIDE) == 0
+        step, blocks = (2 * _WIDE, 2) if small else (_WIDE, 1)
+        columns = padded_tokens(tokens)
+        count, splits = (tile, 1) if tile else cut(
+            rows, width, columns, step=step, slots=blocks * PROCESSORS, tiles=(128, 64)
+        )
+        stages = min(16, _SHARED // blocks // (2 * step * (count + columns)))
+        return cls(rows=count, splits=splits, step=step, stages=stages, per_processor=blocks)
 
 
 def supports(tokens: int, matrix) -> bool:
@@ -57,51 +62,41 @@ def padded_tokens(tokens: int) -> int:
     return max(8, 8 * pl.cdiv(tokens, 8))
 
 
-def stream(
-    x, matrix, *, name: str, segments: Sequence[int], rows: int, epilogue: Callable, out_type,
-    shape: Stream,
-):
-    """Runs epilogue(tile, split, sums, outs) for every tile of rows.
+def stream(x, matrix, *, name: str, rows: int, epilogue: Callable, out_type, shape: Stream):
+    """Runs epilogue(tile, split, sums, outs) for every piece of the first `rows` matrix rows.
 
     Args:
       x: [T, H] bf16 or fp16. matrix: [_, H], the same dtype.
-      segments: first matrix row of each range that is streamed side by side.
-      rows: rows of a range; the last tile may hold rows past them.
-      epilogue: sums[s] is [shape.rows, N] fp32, of matrix rows segments[s] + tile * shape.rows on;
-        columns past T are zero. outs are the refs of out_type.
+      epilogue: sums is [shape.rows, N] fp32, of matrix rows tile * shape.rows on, over part `split`
+        of the shared axis; columns past T are zero, and the last tile may hold rows past `rows`.
+        outs are the refs of out_type.
     """
-    columns, width = padded_tokens(x.shape[0]), x.shape[1]
-    x = jnp.pad(x, ((0, columns - x.shape[0]), (0, 0)))
-    steps = width // shape.step // shape.splits
-    items = pl.cdiv(rows, shape.rows) * shape.splits
-    blocks = min(items, _PROCESSORS * shape.per_processor)
+    columns = padded_tokens(x.shape[0])
+    steps = x.shape[1] // shape.step // shape.splits
+    pieces = pl.cdiv(rows, shape.rows) * shape.splits
+    blocks = min(pieces, PROCESSORS * shape.per_processor)
     transforms = (plmg.TilingTransform((8, _WIDE)), plmg.SwizzleTransform(2 * _WIDE))
-
-    def buffers(*extent):
-        return plmg.SMEM((shape.stages, *extent, shape.step), x.dtype, transforms=transforms)
+    x = jnp.pad(x, ((0, columns - x.shape[0]), (0, 0)))
 
     def body(x_ref, matrix_ref, *refs):
         *outs, matrix_tiles, x_tiles, arrived = refs
         block = lax.axis_index("block")
-        mine = pl.cdiv(items - block, blocks)
+        mine = pl.cdiv(pieces - block, blocks)
 
         def fetch(index):
-            item, step = block + index // steps * blocks, index % steps
-            tile, split = item // shape.splits, item % shape.splits
-            place = pl.ds((split * steps + step) * shape.step, shape.step)
-            slot = index % shape.stages
-            for number, first in enumerate(segments):
-                source = matrix_ref.at[pl.ds(first + tile * shape.rows, shape.rows), place]
-                plmg.copy_gmem_to_smem(source, matrix_tiles[number].at[slot], arrived.at[slot])
+            piece, slot = block + index // steps * blocks, index % shape.stages
+            tile, split = piece // shape.splits, piece % shape.splits
+            place = pl.ds((split * steps + index % steps) * shape.step, shape.step)
+            source = matrix_ref.at[pl.ds(tile * shape.rows, shape.rows), place]
+            plmg.copy_gmem_to_smem(source, matrix_tiles.at[slot], arrived.at[slot])
             plmg.copy_gmem_to_smem(x_ref.at[:, place], x_tiles.at[slot], arrived.at[slot])
 
-        def product(index, accumulators):
+        def multiply(index, sums):
             slot = index % shape.stages
             plmg.barrier_wait(arrived.at[slot])
-            for tiles, sums in zip(matrix_tiles, accumulators, strict=True):
-                plmg.wgmma(sums, tiles.at[slot], _transposed(x_tiles.at[slot]))
-            # The products before these are done: their buffers are free.
-            plmg.wgmma_wait(len(segments))
+            plmg.wgmma(sums, matrix_tiles.at[slot], _transposed(x_tiles.at[slot]))
+            # The product before this one is done: its buffers are free.
+            plmg.wgmma_wait(1)
             following = index - 1 + shape.stages
 
             @pl.when((index > 0) & (following < mine * steps))
@@ -112,16 +107,13 @@ def stream(
             pl.when(index < mine * steps)(lambda index=index: fetch(jnp.int32(index)))
 
         def walk(turn, _):
-            def summed(*accumulators):
-                lax.fori_loop(
-                    0, steps, lambda step, _: product(turn * steps + step, accumulators), None
-                )
-                return [sums[...] for sums in accumulators]
+            def summed(sums):
+                lax.fori_loop(0, steps, lambda step, _: multiply(turn * steps + step, sums), None)
+                return sums[...]
 
-            kinds = [plmg.ACC((shape.rows, columns), jnp.float32) for _ in segments]
-            sums = pl.run_scoped(summed, *kinds)
-            item = block + turn * blocks
-            epilogue(item // shape.splits, item % shape.splits, sums, outs)
+            sums = pl.run_scoped(summed, plmg.ACC((shape.rows, columns), jnp.float32))
+            piece = block + turn * blocks
+            epilogue(piece // shape.splits, piece % shape.splits, sums, outs)
 
         lax.fori_loop(0, mine, walk, None)
 
@@ -129,8 +121,11 @@ def stream(
         body,
         out_type=out_type,
         scratch_types=(
-            [buffers(shape.rows) for _ in segments], buffers(columns),
-            plmg.Barrier(num_arrivals=len(segments) + 1, num_barriers=shape.stages),
+            *(
+                plmg.SMEM((shape.stages, extent, shape.step), x.dtype, transforms=transforms)
+                for extent in (shape.rows, columns)
+            ),
+            plmg.Barrier(num_arrivals=2, num_barriers=shape.stages),
         ),
         grid=(blocks,),
         grid_names=("block",),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, gpu_call, load, store
+from dflash_jax.pallas.common import WHOLE, gpu_call, load, shared, store
 
 MAX_WIDTH = 16384
 _ENTRIES_OF_WARP = 512  # 16 a thread
@@ -23,6 +23,7 @@ def supports(width: int) -> bool:
     return 0 < width <= MAX_WIDTH
 
 
+@shared("eps", "offset", "interpret")
 def add_rmsnorm(x, branch, weight, *, eps: float, offset: bool, interpret: bool):
     """Args: as in the op. Returns: x + branch and its norm, in the shape and dtype of x."""
     width = x.shape[-1]

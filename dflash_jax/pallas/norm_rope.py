@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, gpu_call, is_power_of_two, load, store
+from dflash_jax.pallas.common import WHOLE, gpu_call, is_power_of_two, load, shared, store
 from dflash_jax.pallas.rope import turn
 
 
@@ -46,6 +46,7 @@ def supports(rotary_dim: int) -> bool:
     return rotary_dim % 2 == 0 and is_power_of_two(rotary_dim // 2)
 
 
+@shared("parts", "rule", "interpret")
 def norm_rope(
     projected, query_norm, key_norm, positions, fractions, *, parts: tuple[Part, ...], rule: Rule,
     interpret: bool,

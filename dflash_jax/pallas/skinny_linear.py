@@ -1,14 +1,25 @@
-"""Tiles of a product of a few rows with a large matrix, whose rows are the tile's large side."""
+"""A product of a few rows with a large matrix, whose rows are the tile's large side.
+
+Implements: ops/skinny_linear.py; linear_topk.py builds on `product`.
+Matches when: at most 128 rows of x; Mosaic GPU as in mosaic.py.
+
+Where the matrix has too few tiles for the processors, its shared axis is split and the parts are
+added afterwards.
+"""
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import dot, load, places
+from dflash_jax.pallas import mosaic
+from dflash_jax.pallas.common import WHOLE, dot, gpu_call, load, places, store
+from dflash_jax.pallas.tiling import PROCESSORS, cut
 
 MAX_TOKENS = 128
+_PROGRAMS = 2 * PROCESSORS  # that run at once
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,7 @@ class Tiles:
         return cls(
             tokens=padded, step=32 if wide else 64,
             num_warps=8 if rows * padded > 128 * 64 else 4,
-            num_stages=2 if wide else 5 if padded <= 32 else 4,
+            num_stages=2 if wide else 8 if padded <= 32 else 4,
         )
 
 
@@ -57,3 +68,122 @@ def product(x, matrix, rows, tokens, tiles: Tiles, first_step=0, steps=None):
         )
         total = total + dot(left, right.T)
     return total
+
+
+def linear(x, matrix, *, residual=None, out_dtype, interpret: bool, tiles=None):
+    """[T, rows] out_dtype of x [T, H] and matrix [rows, H], plus residual [T, rows] if given."""
+    tokens, width = x.shape
+    rows = matrix.shape[0]
+    tiles = tiles or Tiles.of(tokens, 128, x.dtype)
+    count, splits = cut(
+        rows, width, tokens, step=tiles.step, slots=_PROGRAMS, tiles=(128, 64)
+    )
+    steps = width // tiles.step // splits
+    fused = residual is not None and splits == 1
+
+    def kernel(x, matrix, *refs):
+        row, token = _numbers(count, tiles)
+        split = pl.program_id(1)
+        part = {} if splits == 1 else dict(first_step=split * steps, steps=steps)
+        sums = product(x, matrix, row, token, tiles, **part)
+        at = places(token, row)
+        mask = (token < tokens)[:, None] & (row < rows)[None, :]
+        made = sums.T
+        if fused:
+            before = load(refs[0].at[at], mask=mask, other=0.0)
+            made = before.astype(jnp.float32) + made.astype(before.dtype).astype(jnp.float32)
+        out = refs[-1]
+        store(out.at[(jnp.full(mask.shape, split), *at)], made.astype(out.dtype), mask=mask)
+
+    operands = (x, matrix, *([residual] if fused else []))
+    parts = gpu_call(
+        kernel,
+        name="skinny_linear",
+        out_shape=jax.ShapeDtypeStruct(
+            (splits, tokens, rows), out_dtype if splits == 1 else jnp.float32
+        ),
+        grid=(pl.cdiv(rows, count), splits),
+        in_specs=[WHOLE] * len(operands), out_specs=WHOLE, interpret=interpret,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )(*operands)
+    if splits == 1:
+        return parts[0]
+    return plus(jnp.sum(parts, axis=0), residual, out_dtype)
+
+
+def swiglu(x, matrix, *, rounded: bool, interpret: bool, tiles=None):
+    """[T, rows / 2] in x's dtype: SiLU of the first half's product times the second half's."""
+    tokens, inner = x.shape[0], matrix.shape[0] // 2
+    tiles = tiles or Tiles.of(tokens, 128, x.dtype)
+    count, _ = cut(
+        inner, 2 * x.shape[1], tokens, step=tiles.step, slots=_PROGRAMS, tiles=(64, 32),
+        split=False,
+    )
+
+    def kernel(x, matrix, out):
+        row, token = _numbers(count, tiles)
+        gate, up = (
+            product(x, matrix, jnp.minimum(row, inner - 1) + first, token, tiles)
+            for first in (0, inner)
+        )
+        made = mixed(gate, up, x.dtype if rounded else None)
+        mask = (token < tokens)[:, None] & (row < inner)[None, :]
+        store(out.at[places(token, row)], made.T.astype(out.dtype), mask=mask)
+
+    return gpu_call(
+        kernel,
+        name="skinny_swiglu",
+        out_shape=jax.ShapeDtypeStruct((tokens, inner), x.dtype),
+        grid=(pl.cdiv(inner, count),), in_specs=[WHOLE] * 2, out_specs=WHOLE, interpret=interpret,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )(x, matrix)
+
+
+def stream_linear(x, matrix, *, residual=None, out_dtype, shape=None):
+    """`linear` through Mosaic GPU; XLA adds parts and residual."""
+    return plus(_streamed(x, matrix, "skinny_linear", shape).T, residual, out_dtype)
+
+
+def stream_swiglu(x, matrix, *, rounded: bool, shape=None):
+    """`swiglu` through Mosaic GPU; XLA adds parts and mixes the halves."""
+    gate, up = jnp.split(_streamed(x, matrix, "skinny_swiglu", shape), 2)
+    # Mixed before it is turned, so that XLA does both in one launch.
+    return mixed(gate, up, x.dtype if rounded else None).astype(x.dtype).T
+
+
+def _streamed(x, matrix, name: str, shape):
+    """The product [rows, T] fp32."""
+    tokens, rows = x.shape[0], matrix.shape[0]
+    shape = shape or mosaic.Stream.of(rows, x.shape[1], tokens)
+    extent = pl.cdiv(rows, shape.rows) * shape.rows, mosaic.padded_tokens(tokens)
+
+    def epilogue(tile, split, sums, outs):
+        outs[0][split, pl.ds(tile * shape.rows, shape.rows), :] = sums
+
+    (parts,) = mosaic.stream(
+        x, matrix, name=name, rows=rows, epilogue=epilogue,
+        out_type=(jax.ShapeDtypeStruct((shape.splits, *extent), jnp.float32),), shape=shape,
+    )
+    return jnp.sum(parts, axis=0)[:rows, :tokens]
+
+
+def mixed(gate, up, dtype=None):
+    """SiLU(gate) * up in fp32, of values rounded to dtype first if one is given."""
+    if dtype is not None:
+        gate, up = (x.astype(dtype).astype(jnp.float32) for x in (gate, up))
+    return gate / (1.0 + jnp.exp(-gate)) * up
+
+
+def plus(product, residual, out_dtype):
+    """The fp32 product in out_dtype; it is rounded to the residual's dtype before the two meet."""
+    if residual is None:
+        return product.astype(out_dtype)
+    info = jnp.finfo(residual.dtype)
+    rounded = lax.reduce_precision(product, info.nexp, info.nmant)
+    return (residual.astype(jnp.float32) + rounded).astype(out_dtype)
+
+
+def _numbers(count: int, tiles: Tiles):
+    """Matrix rows of this program's tile, and tokens."""
+    row = pl.program_id(0) * count + jnp.arange(count, dtype=jnp.int32)
+    return row, jnp.arange(tiles.tokens, dtype=jnp.int32)

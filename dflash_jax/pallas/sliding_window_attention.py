@@ -4,11 +4,13 @@ Implements: ops/sliding_window_attention.py, `sliding_window_attention`.
 Matches when: W <= 32; head_dim is a power of two and 16 divides the ring, both at least 16.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from dflash_jax.pallas import attention
-from dflash_jax.pallas.attention import MAX_WIDTH, Tiles
+from dflash_jax.pallas.attention import MAX_WIDTH, Tiles, split_mask
 from dflash_jax.pallas.common import is_power_of_two
 
 
@@ -24,14 +26,15 @@ def attend(
     """See `attention.attend`; rings, slot, frontier and window as in the op."""
     capacity = ring_key.shape[2]
     unit = capacity & -capacity  # the largest power of two that divides it
-    tiles = tiles or Tiles.of(query.shape, block_key.shape[2], unit, capacity)
+    tiles = tiles or Tiles.of(query, block_key.shape[2], unit, capacity)
     return attention.attend(
-        query, block_key, block_value, (ring_key, ring_value, slot, frontier), live, block_mask,
+        query, block_key, block_value, (ring_key, ring_value, slot, frontier), live,
         reader=_ring(window), name="sliding_window_attention", scale=scale, tiles=tiles,
-        interpret=interpret,
+        interpret=interpret, **split_mask(block_mask),
     )
 
 
+@functools.cache
 def _ring(window: int):
     def reader(context, row, head, keys):
         ring_key, ring_value, slot, frontier = context

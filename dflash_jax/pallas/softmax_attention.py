@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from dflash_jax.pallas import attention
-from dflash_jax.pallas.attention import MAX_WIDTH, Tiles
+from dflash_jax.pallas.attention import MAX_WIDTH, Tiles, split_mask
 from dflash_jax.pallas.common import is_power_of_two
 
 
@@ -24,11 +24,11 @@ def attend(
 ):
     """See `attention.attend`; pages, table and frontier as in the op."""
     page = key_pages.shape[2]
-    tiles = tiles or Tiles.of(query.shape, block_key.shape[2], page, table.shape[1] * page)
+    tiles = tiles or Tiles.of(query, block_key.shape[2], page, table.shape[1] * page)
     return attention.attend(
-        query, block_key, block_value, (key_pages, value_pages, table, frontier), live, block_mask,
-        gate, reader=_pages, name="softmax_attention", scale=scale, tiles=tiles,
-        interpret=interpret,
+        query, block_key, block_value, (key_pages, value_pages, table, frontier), live, gate=gate,
+        reader=_pages, name="softmax_attention", scale=scale, tiles=tiles, interpret=interpret,
+        **split_mask(block_mask),
     )
 
 

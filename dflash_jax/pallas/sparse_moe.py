@@ -18,7 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, dot, gpu_call, load, places, step_within, store
+from dflash_jax.pallas.common import (
+    WHOLE,
+    dot,
+    gpu_call,
+    load,
+    places,
+    shared,
+    step_within,
+    store,
+)
 
 MAX_TOKENS = 128
 
@@ -52,54 +61,55 @@ def supports(tokens: int, hidden: int, inner: int, columns=()) -> bool:
     return 0 < tokens <= MAX_TOKENS and whole
 
 
+@shared("interpret", "columns", "tiles")
 def expert_outputs(
-    x, experts, gate_up, down, *, interpret: bool, scales=(None, None), tiles=None
+    x, experts, gate_up, down, *, interpret: bool, scales=(None, None), columns=(0, 0), tiles=None
 ):
     """What every chosen expert makes of its token.
 
     Args:
       x: [T, H]. experts: [T, k] int32, distinct within a token.
       gate_up: [E, 2I, H]. down: [E, H, I].
-      scales: of gate_up and of down, None or ([E, out / rows, ceil(in / columns)] fp32, columns).
+      scales: of gate_up and of down, None or [E, out / rows, ceil(in / columns)] fp32.
+      columns: of a block of each, read where there are scales. Static.
     Returns:
       [T, k, H] fp32; the SwiGLU product is rounded to x's dtype.
     """
     (tokens, hidden), k, inner = x.shape, experts.shape[1], down.shape[2]
     rows = max(16, pl.next_power_of_2(tokens))
-    columns = tuple(scale[1] for scale in scales if scale is not None)
-    tiles = tiles or Tiles.of(rows, hidden, inner, columns)
+    used = tuple(c for c, scale in zip(columns, scales, strict=True) if scale is not None)
+    tiles = tiles or Tiles.of(rows, hidden, inner, used)
     choices = tokens * k
-    shared = dict(
+    common = dict(
         out_specs=WHOLE, interpret=interpret, num_warps=tiles.num_warps, num_stages=tiles.num_stages
     )
     flat = experts.reshape(-1)
-    blocks, values = _blocks(gate_up, scales[0])
+    blocks, values = _blocks(gate_up, scales[0], columns[0])
     mixed = gpu_call(
         _gate_up_kernel(tiles, rows, tokens, inner, blocks),
         name="sparse_moe_gate_up",
         out_shape=jax.ShapeDtypeStruct((choices, rows, inner), x.dtype),
         grid=(choices, inner // tiles.inner),
         in_specs=[WHOLE] * (3 + len(values)),
-        **shared,
+        **common,
     )(x, flat, gate_up, *values)
-    blocks, values = _blocks(down, scales[1])
+    blocks, values = _blocks(down, scales[1], columns[1])
     outputs = gpu_call(
         _down_kernel(tiles, rows, tokens, k, blocks),
         name="sparse_moe_down",
         out_shape=jax.ShapeDtypeStruct((choices, hidden), jnp.float32),
         grid=(choices, hidden // tiles.hidden),
         in_specs=[WHOLE] * (3 + len(values)),
-        **shared,
+        **common,
     )(mixed, flat, down, *values)
     return outputs.reshape(tokens, k, hidden)
 
 
-def _blocks(matrices, scale):
+def _blocks(matrices, scale, columns):
     """Rows and columns of a block and the operand that holds the scales; None and none if dense."""
     if scale is None:
         return None, ()
-    values, columns = scale
-    return (matrices.shape[1] // values.shape[1], columns), (values,)
+    return (matrices.shape[1] // scale.shape[1], columns), (scale,)
 
 
 def _product(left, matrices, scale, blocks, at):

@@ -1,8 +1,8 @@
 """What a request asks of the sampler: checked on the host, arrays over the batch on the device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,10 @@ import numpy as np
 from flax import struct
 
 _LARGEST = float(np.finfo(np.float32).max)
+
+
+def _is_number(x) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool)
 
 
 def _finite(x) -> bool:
@@ -60,13 +64,14 @@ class SamplingParams:
         }
         for name, (expected, holds) in rules.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not holds(value):
+            if not _is_number(value) or not holds(value):
                 raise ValueError(f"{name}: expected {expected}, got {value!r}")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias: expected ids and numbers, got {self.logit_bias!r}")
         for token, bias in self.logit_bias.items():
-            if not _finite(bias):
+            if not _is_number(bias) or not _finite(bias):
                 raise ValueError(f"logit_bias[{token}]: expected a finite number, got {bias!r}")
-        if self.allowed_ids is not None and len(self.allowed_ids) == 0:
-            raise ValueError("allowed_ids: expected at least one id, got none")
+        _check_allowed(self.allowed_ids)
 
     @property
     def is_plain(self) -> bool:
@@ -140,6 +145,16 @@ class SamplingArrays:
             allowed=jnp.zeros((len(params), 0), bool),
             greedy_only=False,
         )
+
+
+def _check_allowed(ids) -> None:
+    if ids is None:
+        return
+    other = isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Collection)
+    if other or getattr(ids, "ndim", 1) != 1:
+        raise ValueError(f"allowed_ids: expected a list of ids or None, got {ids!r}")
+    if len(ids) == 0:
+        raise ValueError("allowed_ids: expected at least one id, got none")
 
 
 def _check_ids(name: str, ids, public_vocab: int) -> None:

@@ -38,6 +38,8 @@ from dflash_jax.training.results import replacing, write_text
 from dflash_jax.training.stages import draft_data, fit_draft, fit_target
 from dflash_jax.weights.export import save_draft, save_target
 
+HELD_OUT_SEED = 2
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftOutcome:
@@ -134,9 +136,12 @@ def write_draft(
 
 
 def held_out_prompts(recipe: Recipe, prepared: Prepared) -> list[list[int]]:
-    """The validation's prompts: starts at random places of every held-out file in turn."""
+    """The validation's prompts: starts at random places of every held-out file in turn.
+
+    They belong to the data, not to the training: pairs of other seeds are judged by the same ones.
+    """
     return prompts_by_file(
-        prepared.held_out, recipe.held_out_prompts, recipe.prompt, recipe.seed + 2
+        prepared.held_out, recipe.held_out_prompts, recipe.prompt, HELD_OUT_SEED
     )
 
 

@@ -146,13 +146,14 @@ class ConvertedFolder:
         Raises: WeightsError if it states something else there.
         """
         try:
-            stated = self.manifest["geometry"]["fp8"]
+            # Folders from before there was float8 do not have the key.
+            stated = self.manifest["geometry"].get("fp8")
             if stated is None:
                 return config
             layers = tuple(map(tuple, stated["layers"]))
             fp8 = Fp8Config(**{**stated, "layers": layers})
             return dataclasses.replace(config, fp8=fp8)
-        except (ConfigError, TypeError, KeyError) as error:
+        except (ConfigError, TypeError, KeyError, AttributeError) as error:
             raise WeightsError(self.folder, [f"{MANIFEST}: geometry: fp8: {error}"]) from error
 
     def has(self, path: str) -> bool:

@@ -8,8 +8,8 @@ import numpy as np
 
 from dflash_jax.ops import dynamic_grouped_conv as conv
 from dflash_jax.ops.context_kv_materialize import store_context
-from dflash_jax.ops.linear import linear
 from dflash_jax.ops.norm import plain_rmsnorm
+from dflash_jax.ops.skinny_linear import skinny_linear
 from scripts.ops.case import Case, normal
 from tests.oracles import context_kv_materialize as context_oracle
 from tests.oracles import dynamic_grouped_conv as conv_oracle
@@ -86,19 +86,22 @@ def context_product(batch: int, columns: int) -> Case:
             normal(keys[2], (rows, HIDDEN), scale=HIDDEN**-0.5),
         )
 
-    def run(form):
+    def run(product, form):
         def call(features, key_norm, rings, slot, table, start, count, norm, first, second):
-            middle = plain_rmsnorm(linear(features, first, jnp.bfloat16), norm, 1e-6)
-            projected = linear(middle.astype(jnp.bfloat16), second, jnp.float32)
+            options = {"implementation": product}
+            middle = skinny_linear(features, first, jnp.bfloat16, **options)
+            middle = plain_rmsnorm(middle, norm, 1e-6).astype(jnp.bfloat16)
             return store_context(
-                projected, key_norm, rings, slot, table, start, count, implementation=form,
-                **OPTIONS,
+                skinny_linear(middle, second, jnp.float32, **options), key_norm, rings, slot,
+                table, start, count, implementation=form, **OPTIONS,
             )
         return call
 
     return Case(
         name=f"context materialise B={batch} n={columns}", make=make, state=2,
-        bytes=2 * HIDDEN * (features + rows), forms={form: run(form) for form in FORMS},
+        bytes=2 * HIDDEN * (features + rows),
+        forms={"xla": run("xla", "xla"), "pallas": run("xla", "pallas"),
+               "mosaic + pallas": run("mosaic", "pallas")},
     )
 
 

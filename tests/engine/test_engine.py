@@ -1,6 +1,5 @@
 """Requests that join, leave, fail and wait: each one says what it says alone."""
 
-import asyncio
 import types
 
 import jax
@@ -295,26 +294,6 @@ def test_a_nan_prompt_ends_its_row_alone():
     assert_as_alone({n: requests[n] for n in (0, 4)})
 
 
-def test_streams_of_text_join_to_the_output_and_run_side_by_side():
-    engine = scenes.engine()
-
-    async def read(n):
-        request = submit_all(engine, (n,))[n]
-        pieces = [piece async for piece in engine.astream(request)]
-        assert [t for piece in pieces for t in piece.tokens] == request.tokens
-        assert "".join(piece.text for piece in pieces) == request.output().text
-        return n, request
-
-    async def everything():
-        return await asyncio.gather(*[read(n) for n in range(5)])
-
-    assert_as_alone(dict(asyncio.run(everything())))
-    pieces = list(engine.stream(submit_all(engine, (2,))[2]))
-    assert len(pieces) > 3
-    letters = scenes.Letters()
-    assert "".join(p.text for p in pieces) == letters.decode(alone(prompts()[2], 15).tokens)
-
-
 def test_generate_runs_text_and_ids_and_cancels_all_if_one_cannot_be_run():
     engine = scenes.engine()
     letters = scenes.Letters()
@@ -332,54 +311,6 @@ def test_a_request_of_another_engine_is_an_error_not_a_hang():
     request = scenes.engine().submit(prompts()[0], max_new_tokens=2)
     with pytest.raises(ValueError, match="request: expected one of this engine"):
         scenes.engine().wait_for(request)
-
-
-def test_ids_may_be_numpy_integers():
-    engine = scenes.engine()
-    request = engine.submit(np.array(prompts()[2]), max_new_tokens=4, eos_ids=np.array([249]))
-    assert engine.wait_for(request).tokens == alone(prompts()[2], 4).tokens
-    assert {type(token) for token in (*request.prompt, *request.eos_ids)} == {int}
-
-
-def test_leaving_a_stream_early_cancels_its_request():
-    engine = scenes.engine()
-    request = submit_all(engine, (4,))[4]
-    for _ in engine.stream(request):
-        break
-    assert request.finish_reason is FinishReason.CANCELLED
-    assert engine.idle
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"prompt": []}, "prompt: expected at least one token"),
-        ({"prompt": [250]}, r"prompt: expected ids in \[0, 250\), got 250"),
-        ({"max_new_tokens": 0}, "max_new_tokens: expected an integer >= 1, got 0"),
-        ({"max_new_tokens": 126}, r"max_context: expected at least 129 .*, got 128"),
-        ({"eos_ids": [-1]}, "eos_ids: expected ids"),
-        ({"stop_strings": [""]}, "stop_strings: expected strings that are not empty"),
-        ({"prompt": [1.0]}, r"prompt: expected ids in \[0, 250\), got 1.0"),
-        ({"stop_sequences": [[]]}, "stop_sequences: expected at least one id"),
-        ({"sampling": 3}, "sampling: expected SamplingParams, got int"),
-        ({"sampling": scenes.SamplingParams(logit_bias={300: 1.0})}, "logit_bias: expected ids"),
-        ({"prompt": [{"role": "user"}], "tokenizer": None}, "expected token ids without a token"),
-        ({"stop_strings": ["a"], "tokenizer": None}, "stop_strings: expected none without"),
-        (
-            {"embeddings": scenes.embeddings(np.zeros((1, 3)), [1])},
-            r"embeddings.rows: expected \[1, 64\], got \[1, 3\]",
-        ),
-        ({"embeddings": scenes.embeddings(np.zeros((1, 64)), [3])}, "embeddings.index: expected"),
-    ],
-)
-def test_faults_of_the_caller_are_named_before_device_work(options, message):
-    engine = scenes.engine()
-    if "tokenizer" in options:
-        engine.tokenizer = options.pop("tokenizer")
-    options = {"prompt": [1, 2, 3], "max_new_tokens": 4, **options}
-    with pytest.raises(ValueError, match=message):
-        engine.submit(options.pop("prompt"), **options)
-    assert engine.idle
 
 
 def test_supplied_embeddings_take_the_place_of_tokens_and_are_never_reused():

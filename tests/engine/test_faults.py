@@ -2,13 +2,15 @@
 
 import contextlib
 import dataclasses
-import json
 
+import jax
 import numpy as np
 import pytest
 
+from dflash_jax.engine import lanes
 from dflash_jax.engine.request import Embeddings, FinishReason
 from dflash_jax.sampling.params import SamplingParams
+from dflash_jax.steps import images
 from tests.engine import scenes
 
 PROMPTS = scenes.prompts()
@@ -82,6 +84,148 @@ def test_a_tokenizer_that_keeps_failing_ends_the_request_it_fails_on():
         assert tuple(other.tokens) == alone(prompt, 12)
 
 
+def steps_with_faults(engine, kind=RuntimeError):
+    """Steps until nothing is left; how many of them raised."""
+    raised = 0
+    for _ in range(200):
+        try:
+            if engine.idle or not engine.step():
+                return raised
+        except kind:
+            raised += 1
+        scenes.check(engine)
+    raise AssertionError("it goes on for ever")
+
+
+def test_a_first_token_that_has_no_text_stops_nobody_else():
+    engine = scenes.engine()
+    others = [engine.submit(PROMPTS[3], max_new_tokens=12)]
+    odd = engine.submit(PROMPTS[0], max_new_tokens=20)
+    others.append(engine.submit(PROMPTS[1], max_new_tokens=12))
+    moody = Moody()
+    moody.broken, odd.decode = True, moody.decode
+    odd.watch = dataclasses.replace(odd.watch, decode=lambda ids: moody.decode([77]))
+    assert steps_with_faults(engine) == 2
+    assert (odd.finish_reason, odd.tokens) == (FinishReason.FAULT, [])
+    for prompt, other in zip((PROMPTS[3], PROMPTS[1]), others, strict=True):
+        assert tuple(other.tokens) == alone(prompt, 12)
+
+
+@pytest.mark.parametrize("place", ["prefill", "begin", "from_host", "copy"])
+def test_a_request_that_cannot_be_read_or_placed_stops_nobody_else(monkeypatch, place):
+    """Whatever the device raises for it, again and again, it ends at the second time."""
+    engine = scenes.engine(checkpoints=(), host_bytes=None)
+    going = run(engine, engine.submit(PROMPTS[0], max_new_tokens=30), 1)
+    image = engine.checkpoint(going)
+    if place == "from_host":
+        engine.replicate(image, drop_device=True)
+
+    def fail(*args):
+        raise RuntimeError(place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._lanes, place, fail)
+        odd = (
+            engine.restore(image) if place in ("from_host", "copy")
+            else engine.submit(PROMPTS[3], max_new_tokens=5)
+        )
+        late = engine.restore(image) if place in ("prefill", "begin") else None
+        assert steps_with_faults(engine) == 2
+    assert odd.finish_reason is FinishReason.FAULT
+    assert tuple(going.tokens) == alone(PROMPTS[0], 30)
+    if late is not None:
+        assert tuple(late.tokens) == alone(PROMPTS[0], 30)
+    again = engine.restore(image)  # nothing has happened to it
+    assert engine.wait_for(again).tokens == alone(PROMPTS[0], 30)
+    scenes.check(engine)
+
+
+class Broken:
+    """An array whose program failed."""
+
+    def __array__(self, *args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    def copy_to_host_async(self):
+        pass
+
+
+@pytest.mark.parametrize("where", ["round", "first token", "host copy"])
+def test_a_program_that_failed_on_the_device_ends_its_rows_and_the_next_are_served(
+    monkeypatch, where
+):
+    """Known only when its numbers are read: the state that it left is lost with them."""
+    engine = scenes.engine(checkpoints=(), host_bytes=None)
+    rows = [run(engine, engine.submit(PROMPTS[0], max_new_tokens=30), 2)]
+    image = engine.checkpoint(rows[0])
+    rows += [engine.submit(PROMPTS[n], max_new_tokens=30) for n in (1, 2)]
+    late = engine.submit(PROMPTS[3], max_new_tokens=12)
+
+    with monkeypatch.context() as patch, pytest.raises(jax.errors.JaxRuntimeError):
+        if where == "round":
+            whole = lanes.speculate_for_host
+            patch.setattr(
+                lanes, "speculate_for_host", lambda *args: (*whole(*args)[:2], Broken())
+            )
+        elif where == "first token":
+            patch.setattr(lanes, "_first", lambda models, params, state, *_: (state, Broken()))
+        else:
+            patch.setattr(images, "read_slot", lambda *_: Broken())
+            engine.replicate(image)
+        while True:
+            engine.step()
+    steps_with_faults(engine)
+    assert rows[0].finish_reason is FinishReason.FAULT
+    assert tuple(late.tokens) == alone(PROMPTS[3], 12)
+    assert image.dropped
+    scenes.check(engine)
+
+
+def test_an_image_that_cannot_be_entered_is_not_left_behind(monkeypatch):
+    engine = scenes.engine(checkpoints=(), device_bytes=1, host_bytes=None)
+    request = run(engine, engine.submit(PROMPTS[0], max_new_tokens=12), 1)
+
+    def fail(*args):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._lanes, "to_host", fail)
+        with pytest.raises(MemoryError):
+            engine.checkpoint(request)
+    assert len(engine._store) == 0
+    scenes.check(engine)
+    assert engine.wait_for(request).tokens == alone(PROMPTS[0], 12)
+
+
+def test_an_image_that_could_not_be_taken_over_keeps_its_own_pages(monkeypatch):
+    engine = scenes.engine(checkpoints=("turn",))
+    ballast = [engine._pools.take(16) for _ in range(scenes.SLOTS - 1)]
+    request = engine.submit(PROMPTS[1], max_new_tokens=8)
+    engine.wait_for(request)
+    (image,) = engine._store
+    more = engine.submit([*request.ledger, 5], max_new_tokens=60)
+
+    def fail(*args):
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._lanes, "resume", fail)
+        with pytest.raises(RuntimeError):
+            engine.step()
+    assert len(image.holding.target_pages) == engine._pools.pages_of(image.frontier)
+    scenes.check(engine, *ballast)
+    assert engine.wait_for(more).tokens == alone(more.prompt, 60)
+    assert more.statistics.reused_tokens == image.frontier
+
+
+@pytest.mark.parametrize("answer", [False, np.False_])
+def test_a_callback_cancels_by_answering_false_of_either_kind(answer):
+    engine = scenes.engine()
+    request = engine.submit(PROMPTS[0], max_new_tokens=30, on_tokens=lambda *_: answer)
+    engine.wait_for(request)
+    assert (request.finish_reason, len(request.tokens)) == (FinishReason.CANCELLED, 1)
+
+
 @pytest.mark.parametrize("way", ["restore", "fork"])
 def test_changed_stops_of_a_copy_are_in_force(way):
     engine = scenes.engine()
@@ -98,7 +242,7 @@ def test_changed_stops_of_a_copy_are_in_force(way):
     assert output.finish_reason is FinishReason.STOP
     assert output.tokens == whole[: start + 1]
     string = scenes.Letters().decode(whole[start : start + 1])
-    text = engine.wait_for(engine.restore(image, stop_strings=string)).text
+    text = engine.wait_for(engine.restore(image, stop_strings=[string])).text
     assert text == scenes.Letters().decode(whole[:start])
     with pytest.raises(ValueError, match="stop_strings, stop_sequences: expected none"):
         engine.restore(image, stop_sequences=[list(image.origin.tokens[:1])])
@@ -151,65 +295,6 @@ def test_generate_leaves_nothing_running_when_a_callback_raises():
     while engine.step():
         pass
     assert engine.idle
-
-
-def test_what_another_requests_callback_raises_does_not_end_a_stream():
-    engine = scenes.engine()
-
-    def bad(number, tokens):
-        if len(other.tokens) > 3:
-            raise KeyError("another's")
-
-    other = engine.submit(PROMPTS[0], max_new_tokens=10, on_tokens=bad)
-    request = engine.submit(PROMPTS[1], max_new_tokens=20)
-    with pytest.raises(KeyError):
-        for _ in engine.stream(request):
-            pass
-    assert request.finish_reason is None
-    other.on_tokens = None
-    assert engine.wait_for(request).tokens == alone(PROMPTS[1], 20)
-
-
-def saved(folder, prompt=PROMPTS[0], tokens=20):
-    engine = scenes.engine()
-    request = run(engine, engine.submit(prompt, max_new_tokens=tokens), 1)
-    engine.save(engine.checkpoint(request), folder)
-    return engine
-
-
-def test_numpy_numbers_are_saved_and_a_failed_save_keeps_the_old_image(tmp_path, monkeypatch):
-    saved(tmp_path / "image", tokens=np.int64(20))
-    engine = scenes.engine()
-    image = engine.load(tmp_path / "image")
-    assert engine.wait_for(engine.restore(image)).tokens == alone(PROMPTS[0], 20)
-    monkeypatch.setattr("dflash_jax.engine.saved.save", lambda tensors: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        saved(tmp_path / "image", PROMPTS[1])
-    monkeypatch.undo()
-    assert scenes.engine().load(tmp_path / "image").tokens == image.tokens
-
-
-@pytest.mark.parametrize("field, value", [
-    ("tokens", "changed"), ("tokens", None), ("tokens", "x"), ("identity", None),
-    ("identity", []), ("request", None), ("request", "x"), ("request", "missing"),
-])
-def test_a_changed_header_is_refused(tmp_path, field, value):
-    engine = saved(tmp_path)
-    header = json.loads((tmp_path / "image.json").read_text())
-    if value == "missing":
-        del header[field]
-    else:
-        header[field] = [header[field][0] ^ 1, *header[field][1:]] if value == "changed" else value
-    (tmp_path / "image.json").write_text(json.dumps(header))
-    with pytest.raises(ValueError, match="image.json"):
-        engine.load(tmp_path)
-
-
-def test_a_missing_tensor_file_is_refused(tmp_path):
-    engine = saved(tmp_path)
-    (tmp_path / "image.safetensors").unlink()
-    with pytest.raises(ValueError, match="image.safetensors: expected a file"):
-        engine.load(tmp_path)
 
 
 def test_images_and_requests_of_another_engine_are_refused():

@@ -43,14 +43,14 @@ def run(request, tokens, block):
         account(request, decision)
 
 
-def naive(tokens, *, strings=(), sequences=(), budget=100):
+def naive(tokens, *, strings=(), sequences=(), budget=100, eos=EOS):
     """(tokens, text, reason) by looking at everything again after every token."""
     for end in range(1, len(tokens) + 1):
         seen = tuple(tokens[:end])
         text = decode(seen)
         places = [text.find(string) for string in strings if string in text]
-        if seen[-1] == EOS:
-            return list(seen), text, FinishReason.EOS
+        if seen[-1] == eos:
+            return list(seen), decode(seen[:-1]), FinishReason.EOS
         if places:
             return list(seen), text[: min(places)], FinishReason.STOP
         if any(seen[-len(one) :] == one for one in sequences):
@@ -107,6 +107,29 @@ def test_a_sequence_split_across_rounds_ends_the_request(block):
     assert ended.text == decode(ended.tokens)
 
 
+@pytest.mark.parametrize("block", range(1, 4))
+def test_half_a_character_is_no_replacement_character_that_a_stop_could_mean(block):
+    """However the rounds are cut; a whole one in the text is."""
+    going = request(stop_strings=("\N{REPLACEMENT CHARACTER}",))
+    run(going, [A, HALF, REST, B], block)
+    assert (going.text, going.finish_reason) == ("a\N{WINKING FACE}b", None)
+    run(going, [HALF, A], block)
+    assert (going.text, going.finish_reason) == ("a\N{WINKING FACE}b", FinishReason.STOP)
+
+
+def test_tokens_without_a_stop_are_decoded_once_a_round():
+    """The decision of a round is what the device waits for."""
+    calls = []
+
+    def counting(ids):
+        calls.append(ids)
+        return decode(ids)
+
+    going = request(stop_strings=("zz",), stop_sequences=((C, C),), decode=counting)
+    run(going, [A, B, AB, BA] * 3, 4)
+    assert going.text == decode(going.tokens) and len(calls) <= 2 * 3
+
+
 def test_half_a_character_is_held_back_until_it_is_whole():
     going = request()
     run(going, [A, HALF], 1)
@@ -119,7 +142,9 @@ def test_half_a_character_is_held_back_until_it_is_whole():
     assert going.output().text == going.text
 
 
-def test_every_way_to_cut_a_text_into_rounds_agrees_with_the_naive_search():
+@pytest.mark.parametrize("eos", [EOS, B], ids=["EOS without text", "EOS with text"])
+def test_every_way_to_cut_a_text_into_rounds_agrees_with_the_naive_search(eos):
+    """The text of an EOS id does not count, whatever it is: here also the letter "b"."""
     rng = random.Random(2)
     ended = 0
     for _ in range(400):
@@ -133,10 +158,11 @@ def test_every_way_to_cut_a_text_into_rounds_agrees_with_the_naive_search():
             for _ in range(rng.randint(0, 2))
         )
         budget = rng.choice([3, 7, 100])
-        expected = naive(tokens, strings=strings, sequences=sequences, budget=budget)
+        expected = naive(tokens, strings=strings, sequences=sequences, budget=budget, eos=eos)
         for block in (1, 2, 3, 9):
             one = request(
-                stop_strings=strings, stop_sequences=sequences, max_new_tokens=budget
+                stop_strings=strings, stop_sequences=sequences, max_new_tokens=budget,
+                eos_ids=frozenset([eos]),
             )
             run(one, tokens, block)
             text = one.text if one.finish_reason else None
@@ -145,6 +171,48 @@ def test_every_way_to_cut_a_text_into_rounds_agrees_with_the_naive_search():
             assert all(decode(one.tokens).startswith(part) for part in shown)
         ended += expected[2] is FinishReason.STOP
     assert ended > 100
+
+
+@pytest.mark.parametrize("block", range(1, 4))
+def test_an_eos_id_has_no_text_and_completes_no_stop_string(block):
+    ended = request(stop_strings=("ab",), eos_ids=frozenset([B]))
+    run(ended, [C, A, B], block)
+    assert (ended.text, ended.finish_reason) == ("c\na", FinishReason.EOS)
+    assert ended.tokens == [C, A, B]
+
+
+def test_a_stop_string_ahead_of_an_eos_id_comes_first_and_a_sequence_with_it_does_not():
+    ended = request(stop_strings=("c",))
+    run(ended, [A, C, EOS], 3)
+    assert (ended.tokens, ended.finish_reason) == ([A, C], FinishReason.STOP)
+    ended = request(stop_sequences=((A, EOS),))
+    run(ended, [B, A, EOS], 3)
+    assert (ended.tokens, ended.finish_reason) == ([B, A, EOS], FinishReason.EOS)
+
+
+def test_an_eos_id_is_still_an_id_of_the_sequences_of_who_goes_on_behind_it():
+    ended = request(stop_sequences=((EOS, A),))
+    run(ended, [B, EOS], 2)
+    on = ended.continued(1, eos_ids=frozenset())
+    run(on, [A, B], 1)
+    assert (on.tokens, on.finish_reason) == ([B, EOS, A], FinishReason.STOP)
+
+
+def test_other_stops_hold_back_what_they_must_of_the_text_so_far():
+    going = request(stop_strings=("bc",))
+    run(going, [A, AB], 1)
+    assert (going.text, going.watch.held) == ("aa", "b")
+    on = going.continued(1, stop_strings=("aabb", "bx"), stop_sequences=((AB, A, B),))
+    assert (on.text, on.watch.held) == ("", "aab")
+    run(on, [B], 1)
+    assert (on.text, on.finish_reason) == ("", FinishReason.STOP)
+    on = going.continued(1, stop_strings=(), stop_sequences=((AB, A, B),))
+    assert on.text == "aab"
+    run(on, [A, B], 1)
+    assert (on.text, on.finish_reason) == ("aabab", FinishReason.STOP)
+    for stops in ({"stop_strings": ("ab",)}, {"stop_sequences": ((A, AB),)}):
+        with pytest.raises(ValueError, match="expected none that has come already"):
+            going.continued(1, **stops)
 
 
 def test_without_a_decoder_ids_alone_are_watched():

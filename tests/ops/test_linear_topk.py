@@ -37,21 +37,23 @@ def chosen(form, hidden, head, k, public):
 
 
 @FORMS
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    "tokens, rows, public, width",
-    [(1, 127, 127, 64), (3, 128, 126, 63), (15, 129, 129, 65), (16, 256, 255, 128),
-     (17, 264, 257, 192), (33, 300, 257, 32), (2, 40, 20, 1), (9, 136, 129, 64)],
+    "dtype, tokens, rows, public, width, k",
+    [("float32", 1, 127, 127, 64, 16), ("bfloat16", 3, 128, 126, 63, 16),
+     ("float32", 15, 129, 129, 65, 1), ("bfloat16", 16, 256, 255, 128, 16),
+     ("bfloat16", 17, 264, 257, 192, 1), ("float32", 33, 300, 257, 32, 16),
+     ("bfloat16", 2, 40, 20, 1, 16), ("bfloat16", 9, 136, 129, 64, 16)],
 )
-def test_topk_is_bit_equal_to_xla_at_the_edges_of_tiles(form, dtype, tokens, rows, public, width):
+def test_topk_is_bit_equal_to_xla_at_the_edges_of_tiles(
+    form, dtype, tokens, rows, public, width, k
+):
     if form == "mosaic" and (rows % 8 or width % 64 or dtype == "float32"):
         pytest.skip("not a case of this kernel")
     hidden, head = whole_numbers(tokens, rows, width, public, dtype)
-    for k in (1, 16):
-        actual, expected = (chosen(f, hidden, head, k, public) for f in (form, "xla"))
-        assert np.array_equal(actual[1], expected[1])
-        assert np.array_equal(actual[0], expected[0])
-        assert actual[1].max() < public
+    actual, expected = (chosen(f, hidden, head, k, public) for f in (form, "xla"))
+    assert np.array_equal(actual[1], expected[1])
+    assert np.array_equal(actual[0], expected[0])
+    assert actual[1].max() < public
 
 
 @FORMS
@@ -83,10 +85,10 @@ def test_an_indexed_head_names_its_tokens_in_either_order_of_rows(form):
 
 
 @FORMS
-@pytest.mark.parametrize("logits_dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
-    "tokens, rows, public, width",
-    [(1, 128, 127, 64), (7, 264, 257, 128), (17, 136, 128, 192), (3, 256, 129, 64)],
+    "logits_dtype, tokens, rows, public, width",
+    [("bfloat16", 1, 128, 127, 64), ("float16", 7, 264, 257, 128), ("bfloat16", 17, 136, 128, 192),
+     ("float32", 3, 256, 129, 64)],
 )
 def test_argmax_is_that_of_rounded_logits(form, logits_dtype, tokens, rows, public, width):
     rng = np.random.default_rng(rows)

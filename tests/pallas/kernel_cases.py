@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.ops import (
+    block_scaled_linear,
     candidate_selector,
     context_kv_materialize,
     dynamic_grouped_conv,
+    gated_delta_block,
     gated_delta_rule,
     norm,
     norm_rope,
+    skinny_linear,
     sliding_window_attention,
     softmax_attention,
     sparse_moe,
@@ -108,6 +111,49 @@ def fold(batch, width, key_heads, value_heads, dim):
     )
 
 
+def delta_block(batch, width, key_heads, value_heads, dim, *, own_gates, dtype=BF16):
+    channels, wide = (2 * key_heads + value_heads) * dim, value_heads * dim
+    gates = 2 * value_heads
+
+    def call(projected, gates, *rest):
+        return gated_delta_block.gated_delta_block(
+            projected, None if own_gates else gates, *rest, key_heads=key_heads, eps=1e-6,
+            chain=True, implementation="pallas",
+        )
+
+    rows = shape(batch, dtype=I32)
+    return KernelCase(
+        name=f"gated_delta_block B={batch} W={width} {value_heads} heads own={own_gates} "
+             f"{dtype.__name__}",
+        fn=call,
+        avals=(
+            shape(batch, width, channels + wide + own_gates * gates, dtype=F32),
+            shape(batch, width, gates, dtype=F32), shape(batch + 1, 3, channels, dtype=dtype),
+            shape(channels, 4, dtype=F32), *[shape(value_heads, dtype=F32)] * 2,
+            shape(dim, dtype=F32), shape(batch + 1, value_heads, dim, dim, dtype=F32), rows,
+            shape(batch, width, dtype=I32), rows,
+        ),
+        kernels=("gated_delta_block",),
+    )
+
+
+def block_scaled(tokens, rows, width, block=128):
+    def call(x, matrix, values):
+        scale = block_scaled_linear.BlockScale(values=values, columns=block)
+        return block_scaled_linear.block_scaled_linear(
+            x, matrix, scale, F32, implementation="pallas"
+        )
+
+    return KernelCase(
+        name=f"block_scaled_linear T={tokens} {rows} x {width} / {block}", fn=call,
+        avals=(
+            shape(tokens, width), shape(rows, width, dtype=jnp.float8_e4m3fn),
+            shape(rows // block, -(-width // block), dtype=F32),
+        ),
+        kernels=("block_scaled_linear",),
+    )
+
+
 def experts(tokens, hidden, inner, count=256, k=8, dtype=BF16):
     def call(x, chosen, weights, gate_up, down):
         routing = sparse_moe.Routing(experts=chosen, weights=weights)
@@ -176,7 +222,10 @@ def convolution(batch, width, hidden, group, taps, dtype=BF16):
             shape(2 * taps * hidden // group, hidden, dtype=dtype),
             shape(batch, width, hidden, dtype=F32),
         ),
-        kernels=("dynamic_grouped_conv_prepare", "dynamic_grouped_conv_finish"),
+        kernels=(
+            "dynamic_grouped_conv_norm", "dynamic_grouped_conv_prepare",
+            "dynamic_grouped_conv_finish",
+        ),
     )
 
 
@@ -231,6 +280,24 @@ def top(rows, count, k=16):
     )
 
 
+def skinny(op, tokens, rows, width, form, dtype=BF16):
+    x, matrix = shape(tokens, width, dtype=dtype), shape(rows, width, dtype=dtype)
+    if op == "skinny_swiglu":
+        fn = functools.partial(skinny_linear.skinny_swiglu, implementation=form)
+        avals = (x, matrix)
+    else:
+        def fn(x, matrix, residual):
+            return skinny_linear.skinny_linear(
+                x, matrix, dtype, residual=residual, implementation=form
+            )
+
+        avals = (x, matrix, shape(tokens, rows, dtype=dtype))
+    return KernelCase(
+        name=f"{op} {form} T={tokens} {rows} x {width} {dtype.__name__}", fn=fn, avals=avals,
+        kernels=() if form == "mosaic" else (op,), mosaic=form == "mosaic",
+    )
+
+
 CASES = (
     paged(1, 8, 24, 4, 256, 4096), paged(8, 16, 24, 4, 256, 4096),
     paged(1, 32, 16, 2, 256, 131072),
@@ -241,6 +308,10 @@ CASES = (
     delta(1, 8, 16, 48, 128, chain=True), delta(8, 16, 16, 32, 128, chain=True),
     delta(1, 16, 16, 48, 128, chain=False), delta(2, 5, 1, 3, 16, chain=True),
     fold(1, 8, 16, 48, 128), fold(8, 16, 16, 32, 128), fold(2, 5, 1, 3, 16),
+    delta_block(1, 8, 16, 48, 128, own_gates=True),
+    delta_block(8, 16, 16, 32, 128, own_gates=False),
+    delta_block(3, 5, 1, 3, 16, own_gates=True, dtype=F32),
+    block_scaled(8, 34816, 5120), block_scaled(64, 5120, 17408), block_scaled(1, 96, 160, 32),
     experts(1, 2048, 512), experts(8, 2048, 512), experts(64, 2048, 512), experts(128, 2048, 512),
     experts(5, 48, 80, count=9, k=3), experts(3, 32, 16, count=5, k=2, dtype=F32),
     selector(1, 7, 16, 256), selector(8, 15, 16, 256), selector(3, 1, 2, 4, rows=11, dtype=F32),
@@ -266,4 +337,13 @@ CASES = (
     head("linear_topk", 3, 1000, 192, "mosaic", F16),
     head("linear_argmax", 15, 248320, 5120, "mosaic"),
     head("linear_argmax", 128, 776, 64, "mosaic"),
+    skinny("skinny_linear", 8, 5120, 17408, "pallas"),
+    skinny("skinny_linear", 120, 16480, 5120, "pallas"),
+    skinny("skinny_linear", 5, 1001, 97, "pallas", F32),
+    skinny("skinny_swiglu", 16, 34816, 5120, "pallas"),
+    skinny("skinny_swiglu", 128, 34816, 5120, "pallas"),
+    skinny("skinny_swiglu", 3, 94, 65, "pallas", F32),
+    skinny("skinny_linear", 8, 5120, 17408, "mosaic"),
+    skinny("skinny_linear", 128, 96, 64, "mosaic", F16),
+    skinny("skinny_swiglu", 120, 34816, 5120, "mosaic"),
 )

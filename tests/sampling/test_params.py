@@ -41,6 +41,16 @@ REFUSED = [
     ("logit_bias", {3: math.inf}),
     ("logit_bias", {3: -1e39}),
     ("allowed_ids", ()),
+    *[(name, value) for name in ("temperature", "top_p", "presence_penalty", "top_k", "seed")
+      for value in ("1", None, [1.0], 1j)],
+    ("logit_bias", 5),
+    ("logit_bias", [(3, 1.0)]),
+    ("logit_bias", {3: "1"}),
+    ("logit_bias", {3: True}),
+    ("allowed_ids", 5),
+    ("allowed_ids", "ab"),
+    ("allowed_ids", {3: 1}),
+    ("allowed_ids", np.array(3)),
 ]
 REFUSED_BY_VOCABULARY = [
     ("logit_bias", {-1: 1.0}),

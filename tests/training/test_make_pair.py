@@ -77,6 +77,13 @@ def test_folders_report_and_card_are_written(made):
     assert "| **2.500 [1.500, 3.500]** |" in card
 
 
+def test_another_seed_is_judged_by_the_same_held_out_prompts(made, tmp_path):
+    out, run = made
+    other = tmp_path / "other"
+    assert run("--out", other, "--smoke", "--text", tmp_path / "text", "--seed", 1) == 0
+    assert (other / PROMPTS).read_bytes() == (out / PROMPTS).read_bytes()
+
+
 def test_measuring_again_replaces_figures_and_keeps_the_facts_of_the_training(
     made, capsys, monkeypatch
 ):

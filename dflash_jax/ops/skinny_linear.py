@@ -1,0 +1,89 @@
+"""Products of a few rows with a large matrix, and what follows them in a layer."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.ops.dispatch import choose_form
+from dflash_jax.ops.linear import linear
+from dflash_jax.pallas import mosaic
+from dflash_jax.pallas import skinny_linear as kernel
+
+
+def skinny_linear(x, matrix, out_dtype, *, residual=None, implementation="auto"):
+    """y = matrix x, or residual + matrix x.
+
+    Args:
+      x:        [..., in] float.
+      matrix:   [out, in], same dtype as x.
+      out_dtype: dtype of the result; with a residual, the residual's.
+      residual: None, or [..., out]; the product is rounded to its dtype before the two meet.
+      implementation: "xla", "pallas", "interpret", "mosaic" or "auto", which is "xla". Static.
+    Returns:
+      [..., out] out_dtype.
+    Numeric: products and sums in fp32 (fp32 operands: no TF32); one rounding, with a residual two.
+    Raises: ValueError for shapes or dtypes; NotImplementedError if a named kernel lacks the case.
+    """
+    shape = (*x.shape[:-1], matrix.shape[0])
+    form = _form("skinny_linear", implementation, x, matrix)
+    if residual is not None and (residual.shape != shape or residual.dtype != out_dtype):
+        raise ValueError(
+            f"residual: expected {shape} {jnp.dtype(out_dtype)}, "
+            f"got {residual.shape} {residual.dtype}"
+        )
+    if form == "xla":
+        product = linear(x, matrix, jnp.float32)
+        return kernel.plus(product, residual, out_dtype)
+    flat = x.reshape(-1, x.shape[-1])
+    options = dict(out_dtype=out_dtype)
+    if residual is not None:
+        options["residual"] = residual.reshape(-1, shape[-1])
+    if form == "mosaic":
+        made = kernel.stream_linear(flat, matrix, **options)
+    else:
+        made = kernel.linear(flat, matrix, **options, interpret=form == "interpret")
+    return made.reshape(shape)
+
+
+def skinny_swiglu(x, matrix, *, rounded=False, implementation="auto"):
+    """SiLU(gate x) * (up x), gate and up being the halves of one matrix.
+
+    Args:
+      x:       [..., in] float.
+      matrix:  [2 * inner, in], gate rows then up rows, same dtype as x.
+      rounded: rounds the two products to x's dtype before they meet (DFlash). Static.
+      implementation: as in `skinny_linear`. Static.
+    Returns:
+      [..., inner] in x's dtype.
+    Numeric: fp32 up to the named roundings.
+    Raises: ValueError for shapes or dtypes; NotImplementedError if a named kernel lacks the case.
+    """
+    if matrix.shape[0] % 2:
+        raise ValueError(f"matrix: expected an even number of rows, got {matrix.shape}")
+    form = _form("skinny_swiglu", implementation, x, matrix)
+    if form == "xla":
+        parts = linear(x, matrix, x.dtype if rounded else jnp.float32)
+        gate, up = jnp.split(parts.astype(jnp.float32), 2, axis=-1)
+        return (jax.nn.silu(gate) * up).astype(x.dtype)
+    flat = x.reshape(-1, x.shape[-1])
+    if form == "mosaic":
+        made = kernel.stream_swiglu(flat, matrix, rounded=rounded)
+    else:
+        made = kernel.swiglu(flat, matrix, rounded=rounded, interpret=form == "interpret")
+    return made.reshape(*x.shape[:-1], -1)
+
+
+def _form(op: str, implementation: str, x, matrix) -> str:
+    if x.dtype != matrix.dtype or matrix.shape[1:] != x.shape[-1:]:
+        raise ValueError(
+            f"matrix: expected [out, {x.shape[-1]}] {x.dtype}, got {matrix.shape} {matrix.dtype}"
+        )
+    tokens = math.prod(x.shape[:-1])
+    lacking = None if 0 < tokens <= kernel.MAX_TOKENS else (
+        f"1..{kernel.MAX_TOKENS} rows, got {tokens}"
+    )
+    streamed = lacking if lacking or mosaic.supports(tokens, matrix) else (
+        f"16-bit matrices of multiples of 8 and 64, got {matrix.shape} {matrix.dtype}"
+    )
+    return choose_form(op, implementation, lacking, more={"mosaic": streamed})

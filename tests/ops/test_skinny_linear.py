@@ -1,0 +1,120 @@
+"""Products of a few rows agree with float64 in every form, whole and cut into parts."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.ops.skinny_linear import skinny_linear, skinny_swiglu
+from dflash_jax.pallas.tiling import PROCESSORS, cut
+from tests.tolerances import BF16_MATMUL, FP32_CHAIN, as_float64, assert_close
+
+ON_GPU = [pytest.param(form, marks=pytest.mark.gpu) for form in ("pallas", "mosaic")]
+FORMS = pytest.mark.parametrize("form", ["xla", "interpret", *ON_GPU])
+TOLERANCE = {"bfloat16": BF16_MATMUL, "float32": FP32_CHAIN}
+# tokens, matrix rows, width: at the edges of tiles of 16 tokens, 64 rows and steps of 64; the wide
+# ones are cut into parts.
+SIZES = [
+    (1, 64, 64, "bfloat16"), (15, 63, 65, "float32"), (16, 65, 63, "bfloat16"),
+    (17, 136, 128, "bfloat16"), (7, 8, 1024, "bfloat16"), (2, 127, 640, "float32"),
+]
+
+
+def operands(tokens, rows, width, dtype):
+    rng = np.random.default_rng(rows + width)
+    x = jnp.asarray(rng.normal(size=(tokens, width)), dtype)
+    return x, jnp.asarray(rng.normal(size=(rows, width)) / np.sqrt(width), dtype)
+
+
+def lacks(form, rows, width, dtype):
+    return form == "mosaic" and (rows % 8 or width % 64 or dtype == "float32")
+
+
+@FORMS
+@pytest.mark.parametrize("tokens, rows, width, dtype", SIZES)
+def test_products_and_residuals_match_float64(tokens, rows, width, dtype, form):
+    if lacks(form, rows, width, dtype):
+        pytest.skip("not a case of this kernel")
+    x, matrix = operands(tokens, rows, width, dtype)
+    exact = as_float64(x) @ as_float64(matrix).T
+    wide = skinny_linear(x, matrix, jnp.float32, implementation=form)
+    assert wide.dtype == jnp.float32
+    assert_close(wide, exact, FP32_CHAIN)
+    residual = jnp.asarray(np.random.default_rng(0).normal(size=(tokens, rows)), dtype)
+    out = skinny_linear(x, matrix, residual.dtype, residual=residual, implementation=form)
+    assert out.dtype == residual.dtype
+    assert_close(out, as_float64(residual) + exact, TOLERANCE[dtype])
+
+
+@FORMS
+def test_a_residual_meets_the_rounded_product(form):
+    """1 + (2^-8 + 2^-18): the product rounds to 2^-8, and then the sum is a tie, to even."""
+    for width in (64, 1024):
+        x = jnp.zeros((1, 1, width), jnp.bfloat16).at[..., :2].set(1.0)
+        matrix = jnp.zeros((64, width), jnp.bfloat16).at[:, 0].set(2.0**-8)
+        matrix = matrix.at[:, 1].set(2.0**-18)
+        residual = jnp.ones((1, 1, 64), jnp.bfloat16)
+        out = skinny_linear(x, matrix, jnp.bfloat16, residual=residual, implementation=form)
+        assert out.shape == (1, 1, 64) and (out == 1.0).all()
+        plain = skinny_linear(x, matrix, jnp.float32, implementation=form)
+        assert (plain == 2.0**-8 + 2.0**-18).all()
+
+
+@FORMS
+@pytest.mark.parametrize(
+    "tokens, inner, width, dtype, rounded",
+    [(3, 64, 64, "bfloat16", True), (17, 33, 65, "float32", False),
+     (2, 68, 1024, "bfloat16", False)],
+)
+def test_swiglu_matches_float64(tokens, inner, width, dtype, rounded, form):
+    if lacks(form, 2 * inner, width, dtype):
+        pytest.skip("not a case of this kernel")
+    x, matrix = operands(tokens, 2 * inner, width, dtype)
+    gate, up = np.split(as_float64(x) @ as_float64(matrix).T, 2, axis=1)
+    out = skinny_swiglu(x, matrix, rounded=rounded, implementation=form)
+    assert out.dtype == x.dtype
+    exact = gate / (1.0 + np.exp(-gate)) * up
+    assert_close(out, exact, TOLERANCE[dtype])
+
+
+@FORMS
+def test_rounded_halves_are_rounded(form):
+    """Gate 200, up 1 + 3 * 2^-9, which is 1 + 2^-7 in bf16: 201.2 against 201.6."""
+    x = jnp.zeros((1, 64), jnp.bfloat16).at[:, :2].set(1.0)
+    matrix = jnp.zeros((128, 64), jnp.bfloat16).at[:64, 0].set(200.0).at[64:, 0].set(1.0)
+    matrix = matrix.at[64:, 1].set(3 * 2.0**-9)
+    for rounded, expected in ((False, 201.0), (True, 202.0)):
+        out = skinny_swiglu(x, matrix, rounded=rounded, implementation=form)
+        assert (out == expected).all()
+
+
+@FORMS
+def test_a_dead_row_reaches_no_other(form):
+    x, matrix = operands(5, 64, 1024, "bfloat16")
+    clean = skinny_linear(x, matrix, jnp.float32, implementation=form)
+    dirty = skinny_linear(x.at[4].set(jnp.nan), matrix, jnp.float32, implementation=form)
+    assert np.array_equal(clean[:4], dirty[:4])
+
+
+@pytest.mark.parametrize("rows", [96, 5120, 10240, 34816, 248320])
+@pytest.mark.parametrize("width", [64, 100, 5120, 17408])
+def test_pieces_are_whole_and_keep_most_processors_busy(rows, width):
+    tile, parts = cut(rows, width, 8, step=64, slots=PROCESSORS, tiles=(128, 64))
+    assert tile in (64, 128) and width // 64 % parts == 0
+    assert parts == 1 or width % 64 == 0
+    pieces = -(-rows // tile) * parts
+    if width > 100 and rows > 96:
+        assert pieces / (-(-pieces // PROCESSORS) * PROCESSORS) > 0.85
+
+
+def test_what_does_not_fit_is_an_error():
+    x, matrix = operands(129, 8, 64, "bfloat16")
+    with pytest.raises(NotImplementedError, match="skinny_linear: .* 1..128 rows, got 129"):
+        skinny_linear(x, matrix, jnp.float32, implementation="pallas")
+    with pytest.raises(NotImplementedError, match="multiples of 8 and 64"):
+        skinny_linear(x[:2], matrix[:7], jnp.float32, implementation="mosaic")
+    with pytest.raises(ValueError, match="matrix: expected"):
+        skinny_linear(x, matrix.astype(jnp.float32), jnp.float32)
+    with pytest.raises(ValueError, match="residual: expected"):
+        skinny_linear(x[:2], matrix, jnp.bfloat16, residual=jnp.ones((2, 8)))
+    with pytest.raises(ValueError, match="even number of rows"):
+        skinny_swiglu(x, matrix[:7])

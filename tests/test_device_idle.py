@@ -1,0 +1,74 @@
+"""Idle time of a device is found in a trace and laid at the right part of the host's round."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from scripts import device_idle
+from scripts.device_idle import PREFIX, REST, idle_by_round, read
+
+
+def event(name, start, end, **stats):
+    return SimpleNamespace(
+        name=name, start_ns=1e6 * start, duration_ns=1e6 * (end - start), stats=stats.items()
+    )
+
+
+def plane(name, **lines):
+    lines = [SimpleNamespace(name=line, events=events) for line, events in lines.items()]
+    return SimpleNamespace(name=name, lines=lines)
+
+
+def part(name, start, end):
+    return event(PREFIX + name, start, end)
+
+
+# Two rounds: the device works 0..10, 13..15 (its commit), 15.5..25 with a hole of 1, 29..30.
+KERNELS = [(0, 6), (5, 10), (13, 15), (15.5, 20), (21, 25), (29, 30)]
+HOST = [
+    part("waiting", -1, 10), part("decision", 10, 12), part("commit", 12, 13.5),
+    part("speculate", 14, 15.25), part("waiting", 16, 25), part("decision", 25, 28),
+    part("commit", 28, 29), part("waiting", 29.5, 30),
+]
+
+
+@pytest.mark.parametrize("where", ["streams of a GPU", "operations on a CPU"])
+def test_idle_time_is_laid_at_the_part_that_ran_meanwhile(where):
+    other = event("a Python call", 10, 13)
+    if where == "streams of a GPU":
+        kernels = [event("kernel", *one) for one in KERNELS]
+        planes = [
+            plane("/device:GPU:0", Stream1=kernels[::2], Stream2=kernels[1::2],
+                  Modules=[event("jit_round", 0, 30)]),
+            plane("/host:CPU", python=[*HOST, other], worker=[event("x", 10, 13, hlo_op="x")]),
+        ]
+    else:
+        kernels = [event("fusion", *one, hlo_op="fusion") for one in KERNELS]
+        planes = [plane("/host:CPU", python=[*HOST, other], worker=kernels)]
+    first, second = idle_by_round(read(planes), last="waiting")
+    assert first == pytest.approx(
+        {"waiting": 1, "decision": 2, "commit": 1, "speculate": 0.25, REST: 0.25}
+    )
+    assert second == pytest.approx(
+        {"waiting": 0, "decision": 3, "commit": 1, "speculate": 0, REST: 0}
+    )
+
+
+def test_a_trace_of_this_device_has_both():
+    work = jax.jit(lambda x: (x @ x).sum())
+    x = jnp.ones((64, 64))
+    work(x).block_until_ready()
+
+    def rounds():
+        for _ in range(3):
+            with device_idle.span("waiting"):
+                work(x).block_until_ready()
+            with device_idle.span("decision"):
+                sum(range(10_000))
+
+    trace = device_idle.record(rounds)
+    assert len(trace.busy) >= 3 and set(trace.parts) == {"waiting", "decision"}
+    idle = idle_by_round(trace, last="waiting")
+    assert len(idle) == 2 and all(one["decision"] > 0 for one in idle)
