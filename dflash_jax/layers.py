@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from dflash_jax.ops.block_scaled_linear import BlockScale, block_scaled_linear
 from dflash_jax.ops.linear import linear
-from dflash_jax.ops.norm import offset_rmsnorm, plain_rmsnorm
+from dflash_jax.ops.norm import add_rmsnorm, offset_rmsnorm, plain_rmsnorm
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 # Random float8 values are this much larger than those of a dense matrix, and their scales this much
@@ -126,6 +126,17 @@ class RMSNorm(nn.Module):
         """[..., width] -> [..., width] fp32; the caller rounds where its contract says so."""
         norm = offset_rmsnorm if self.offset else plain_rmsnorm
         return norm(x, self.weight, self.eps)
+
+    def after(self, x, branch, implementation="auto"):
+        """The residual x [..., width] joined by a branch, and the norm of the sum, in x's dtype.
+
+        A branch of None adds nothing; see `add_rmsnorm`.
+        """
+        if branch is None:
+            return x, self(x).astype(x.dtype)
+        return add_rmsnorm(
+            x, branch, self.weight, self.eps, offset=self.offset, implementation=implementation
+        )
 
 
 class SwiGlu(nn.Module):

@@ -8,8 +8,7 @@ from flax import struct
 from dflash_jax.config import DraftConfig, DraftKind, DtypePolicy, LayerKind
 from dflash_jax.layers import FusedLinear, Linear, RMSNorm
 from dflash_jax.ops.anchored_attention import anchored_attention
-from dflash_jax.ops.rope import rope_1d
-from dflash_jax.ops.rounding import round_to
+from dflash_jax.ops.norm_rope import norm_rope
 from dflash_jax.ops.sliding_window_attention import sliding_window_attention
 from dflash_jax.ops.softmax_attention import softmax_attention
 from dflash_jax.state.sequence_context import KVSequence
@@ -71,13 +70,14 @@ class DraftAttention(nn.Module):
         In training the store is a `KVSequence` of fewer sequences than blocks.
         """
         config, dtype = self.config, self.dtypes.activation_dtype
-        parts = self.qkv(x, jnp.float32)
-        query, key, value = (
-            round_to(parts[name], dtype).reshape(*x.shape[:2], -1, config.head_dim)
-            for name in ("query", "key", "value")
+        heads = norm_rope(
+            self.qkv.joined(x, jnp.float32), self.query_norm.weight, self.key_norm.weight,
+            columns.positions, heads=(config.query_heads, config.kv_heads), gated=False,
+            eps=config.norm_eps, offset=False, theta=config.rope_theta,
+            rounded=config.kind == DraftKind.DFLASH, dtypes=(dtype,) * 3,
+            implementation=self.implementation,
         )
-        query = self._head_norm_rope(query, self.query_norm, columns.positions)
-        key = self._head_norm_rope(key, self.key_norm, columns.positions)
+        query, key, value = heads.query, heads.key, heads.value
         causal, scale = config.causal[self.layer], config.head_dim**-0.5
         sliding = config.layer_types[self.layer] == LayerKind.SLIDING
         if isinstance(store, KVSequence):
@@ -98,10 +98,3 @@ class DraftAttention(nn.Module):
                 implementation=self.implementation,
             )
         return self.output(mixed.reshape(*x.shape[:2], -1).astype(dtype), out_dtype)
-
-    def _head_norm_rope(self, x, norm, positions):
-        dtype = self.dtypes.activation_dtype
-        normed = norm(x)
-        if self.config.kind == DraftKind.DFLASH:
-            normed = round_to(normed, dtype)
-        return rope_1d(normed, positions, self.config.rope_theta).astype(dtype)

@@ -11,6 +11,7 @@ from dflash_jax.draft.conv import GroupedConv
 from dflash_jax.draft.head import ProposalHead
 from dflash_jax.draft.selector import CandidateSelector
 from dflash_jax.layers import RMSNorm, SwiGlu, matrix_init
+from dflash_jax.ops.norm import add_branch
 from dflash_jax.state.draft_context import DraftContext
 
 
@@ -27,7 +28,11 @@ class DraftOutput:
 
 
 class DraftLayer(nn.Module):
-    """Attention and SwiGLU branches; DFlash2 convolves both (contracts 5.4 and 5.5)."""
+    """Attention and SwiGLU branches; DFlash2 convolves both (contracts 5.4 and 5.5).
+
+    A norm of DFlash first adds the branch before it, so the last branch is handed to the next
+    layer. DFlash2 adds inside its convolutions and hands over None.
+    """
 
     config: DraftConfig
     dtypes: DtypePolicy
@@ -47,13 +52,14 @@ class DraftLayer(nn.Module):
             self.attention_conv = GroupedConv(config, dtypes, self.implementation)
             self.mlp_conv = GroupedConv(config, dtypes, self.implementation)
 
-    def __call__(self, x, columns: DraftColumns, store):
-        """x [B, W, H] and this layer's ring or pages (read only) -> x [B, W, H]."""
+    def __call__(self, x, branch, columns: DraftColumns, store):
+        """Residual x + branch [B, W, H] and this layer's ring or pages (read only) -> x, branch."""
         if self.config.kind == DraftKind.DFLASH2:
-            return self._convolved(x, columns, store)
-        dtype = self.dtypes.activation_dtype
-        y = x + self.attention(self.input_norm(x).astype(dtype), columns, store, dtype)
-        return y + self.mlp(self.post_norm(y).astype(dtype), dtype)
+            return self._convolved(x, columns, store), None
+        x, normed = self.input_norm.after(x, branch, self.implementation)
+        mixed = self.attention(normed, columns, store, "float32")
+        y, normed = self.post_norm.after(x, mixed, self.implementation)
+        return y, self.mlp(normed, "float32")
 
     def _convolved(self, x, columns, store):
         branch = self.attention_conv.prepare(x, self.input_norm.weight)
@@ -102,16 +108,18 @@ class DFlash(nn.Module):
 
     def block_hidden(self, embedded, columns: DraftColumns, context: DraftContext) -> DraftOutput:
         """The block [B, W, H] over the context, which is read only."""
-        x, residuals = embedded, []
+        x, branch, residuals = embedded, None, []
         rings, pages = iter(context.rings), iter(context.pages)
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            x = layer(x, columns, next(rings if kind == LayerKind.SLIDING else pages))
-            residuals.append(x)
-        return DraftOutput(hidden=self.normalize(x[:, 1:]), residuals=tuple(residuals))
+            store = next(rings if kind == LayerKind.SLIDING else pages)
+            x, branch = layer(x, branch, columns, store)
+            residuals.append(x if branch is None else add_branch(x, branch))
+        hidden = self.normalize(x, branch)[:, 1:]
+        return DraftOutput(hidden=hidden, residuals=tuple(residuals))
 
-    def normalize(self, x):
-        """Final plain norm, rounded to the activation dtype."""
-        return self.final_norm(x).astype(self.dtypes.activation_dtype)
+    def normalize(self, x, branch=None):
+        """Final plain norm of the residual x + branch, rounded to the activation dtype."""
+        return self.final_norm.after(x, branch, self.implementation)[1]
 
     def argmax(self, hidden, target_head, public_vocab: int):
         """Mask hidden [B, K, H] -> proposed ids [B, K]."""

@@ -4,6 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dflash_jax.ops.dispatch import choose_form
+from dflash_jax.ops.rounding import round_to
+from dflash_jax.pallas import norm as kernel
+
 _L2_EPS = 1e-6
 
 
@@ -35,6 +39,45 @@ def offset_rmsnorm(x, weight, eps):
     Source: contracts 0.3 and 6.3.2.
     """
     return _unit_rms(x, eps) * (1.0 + _factor(x, weight))
+
+
+def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
+    """Adds a branch to the residual and norms the sum as the residual keeps it.
+
+    Args:
+      x:      [..., N] float, the residual.
+      branch: same shape, float; a product's fp32 sums spare a launch that would only round them.
+      weight: [N] float.
+      eps:    Python float.
+      offset: True for `offset_rmsnorm`, False for `plain_rmsnorm`. Static.
+      implementation: "xla", "pallas", "interpret" or "auto", which on a GPU is "pallas". Static.
+        The kernel has no gradient.
+    Returns:
+      x + branch and its norm, both [..., N] in x's dtype.
+    Numeric: the branch is rounded to x's dtype, then the sum is; the norm reads the rounded sum in
+      fp32 and is rounded once.
+    Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
+    Source: contracts 0.3, 5.4 and 6.3.2.
+    """
+    if branch.shape != x.shape:
+        raise ValueError(f"branch: expected {x.shape}, got {branch.shape}")
+    _factor(x, weight)
+    width = x.shape[-1]
+    lacking = None if kernel.supports(width) else f"1..{kernel.MAX_WIDTH} entries, got {width}"
+    form = choose_form("add_rmsnorm", implementation, lacking, auto_gpu="pallas")
+    if form != "xla":
+        return kernel.add_rmsnorm(
+            x, branch, weight, eps=eps, offset=offset, interpret=form == "interpret"
+        )
+    total = add_branch(x, branch)
+    rule = offset_rmsnorm if offset else plain_rmsnorm
+    return total, rule(total, weight, eps).astype(x.dtype)
+
+
+def add_branch(x, branch):
+    """The residual x joined by a branch of the same shape: x's dtype, rounded as `add_rmsnorm`."""
+    rounded = round_to(branch.astype(jnp.float32), x.dtype)
+    return round_to(x.astype(jnp.float32) + rounded.astype(jnp.float32), x.dtype)
 
 
 def gated_rmsnorm(x, gate, weight, eps):

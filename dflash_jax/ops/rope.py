@@ -49,7 +49,7 @@ def mrope_partial(x, positions, *, theta, rotary_dim, mrope_section):
     Source: contracts 6.3.3 (the target).
     """
     _check(x, positions, positions.shape == (*x.shape[:2], 3), rotary_dim)
-    axis_of_pair = _interleaved_axes(rotary_dim, mrope_section)
+    axis_of_pair = interleaved_axes(rotary_dim, mrope_section)
     cos, sin = _cos_sin(positions[..., axis_of_pair], rotary_dim, theta)
     wide = x.astype(jnp.float32)
     rotated = _rotate(wide[..., :rotary_dim], cos, sin)
@@ -84,7 +84,11 @@ def _check(x, positions, shape_fits, rotary_dim):
         raise ValueError(f"rotary_dim: expected even, in 2..{x.shape[-1]}, got {rotary_dim}")
 
 
-def _interleaved_axes(rotary_dim, mrope_section):
+def interleaved_axes(rotary_dim, mrope_section):
+    """The axis of every pair under the assignment of `mrope_partial`: [rotary_dim / 2], NumPy.
+
+    Raises: ValueError if the assignment does not give every axis its pairs.
+    """
     pair = np.arange(rotary_dim // 2)
     axes = np.zeros_like(pair)
     for axis in (1, 2):

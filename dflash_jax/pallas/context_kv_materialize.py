@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from dflash_jax.pallas.common import WHOLE, gpu_call, is_power_of_two
+from dflash_jax.pallas.rope import turn
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _kernel(tokens: int, paged: tuple[bool, ...], rule: Rule):
 
             @pl.when((column < live) & stored)
             def _(layers=layers, place=place):
-                cos, sin = _turn(fractions, position)
+                cos, sin = turn(fractions, position)
                 for layer in layers:
                     raw = _halves(projected, line, head, layer, key_norm.shape)
                     _write(stores[layer], place, *raw, key_norm, layer, cos, sin, rule)
@@ -109,18 +109,6 @@ def _page_place(pages, table, row, position, head):
     page_id = table[row, jnp.minimum(block, last)]
     place = head, page_id, position % page
     return place, (block <= last) & (page_id >= 0) & (page_id < num_pages)
-
-
-def _turn(fractions, position):
-    """cos and sin of the position's angles: int32 sums wrap at a whole turn, see ops/rope.py."""
-    digits, turns = fractions.shape[0], jnp.int32(0)
-    for digit in range(digits):
-        byte = position >> (8 * digit)
-        if digit < digits - 1:
-            byte = byte & 255
-        turns = turns + byte * fractions[digit, :]
-    angle = turns.astype(jnp.float32) * np.float32(2.0 * np.pi / 2.0**32)
-    return jnp.cos(angle), jnp.sin(angle)
 
 
 def _halves(projected, line, head, layer, norm_shape):

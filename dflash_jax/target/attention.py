@@ -1,10 +1,11 @@
 """Gated full attention of the target: partial three-axis rotation, paged context, output gate."""
 
+import jax.numpy as jnp
 from flax import linen as nn
 
 from dflash_jax.config import DtypePolicy, TargetConfig
 from dflash_jax.layers import FusedLinear, Linear, RMSNorm
-from dflash_jax.ops.rope import mrope_partial
+from dflash_jax.ops.norm_rope import norm_rope
 from dflash_jax.ops.softmax_attention import softmax_attention
 
 
@@ -45,33 +46,24 @@ class GatedAttention(nn.Module):
           pages: `KVPages` of this layer; read only.
           prefill: whether x is a chunk of a prompt, which has no kernel.
         Returns:
-          y [B, W, H], and the columns' rows (key, value), each [B, W, Hkv, D], as the cache will
-          store them: the block is attended in that form, so a write first would change nothing.
+          y [B, W, H] fp32, not yet rounded, and the columns' rows (key, value), each
+          [B, W, Hkv, D], as the cache will store them: the block is attended in that form, so a
+          write first would change nothing.
         """
         config, dtype = self.config, self.dtypes.activation_dtype
         implementation = "xla" if prefill else self.implementation
-        parts = self.qgkv(x, dtype, implementation)
-        query, key, value = (
-            parts[name].reshape(*x.shape[:2], -1, config.head_dim)
-            for name in ("query", "key", "value")
+        rope = config.rope
+        heads = norm_rope(
+            self.qgkv.joined(x, jnp.float32, implementation), self.query_norm.weight,
+            self.key_norm.weight, columns.positions, heads=(config.query_heads, config.kv_heads),
+            gated=True, eps=config.norm_eps, offset=True, theta=rope.theta,
+            mrope=(rope.rotary_dim(config.head_dim), rope.mrope_section),
+            dtypes=(dtype, pages.key.dtype, pages.value.dtype), implementation=implementation,
         )
-        query = self._rotate(self.query_norm(query), columns).astype(dtype)
-        key = self._rotate(self.key_norm(key), columns).astype(pages.key.dtype)
-        value = value.astype(pages.value.dtype)
         mixed = softmax_attention(
-            query, key, value, pages.key, pages.value, columns.table, columns.frontier,
-            columns.live, block_mask=columns.block_mask, scale=config.head_dim**-0.5,
-            gate=parts["gate"].reshape(query.shape), implementation=implementation,
+            heads.query, heads.key, heads.value, pages.key, pages.value, columns.table,
+            columns.frontier, columns.live, block_mask=columns.block_mask,
+            scale=config.head_dim**-0.5, gate=heads.gate, implementation=implementation,
         )
         mixed = mixed.reshape(*x.shape[:2], -1)
-        return self.output(mixed, dtype, implementation), (key, value)
-
-    def _rotate(self, x, columns):
-        rope = self.config.rope
-        return mrope_partial(
-            x,
-            columns.positions,
-            theta=rope.theta,
-            rotary_dim=rope.rotary_dim(self.config.head_dim),
-            mrope_section=rope.mrope_section,
-        )
+        return self.output(mixed, jnp.float32, implementation), (heads.key, heads.value)

@@ -9,6 +9,7 @@ from dflash_jax.config import DtypePolicy, LayerKind, TargetConfig
 from dflash_jax.config.block_scaled import DENSE_MATRICES
 from dflash_jax.layers import RMSNorm, SwiGlu, matrix_init
 from dflash_jax.ops.linear import linear
+from dflash_jax.ops.norm import add_branch
 from dflash_jax.ops.softmax_attention import ancestor_mask
 from dflash_jax.state.gdn import GdnRecords, GdnState
 from dflash_jax.state.target import TargetState
@@ -79,7 +80,10 @@ class TargetOutput:
 
 
 class TargetBlock(nn.Module):
-    """x += mixer(norm(x)); x += ffn(norm(x)). Residual in the activation dtype."""
+    """x += mixer(norm(x)); x += ffn(norm(x)). Residual in the activation dtype.
+
+    Each norm first adds the branch before it, so the last branch is handed to the next block.
+    """
 
     config: TargetConfig
     dtypes: DtypePolicy
@@ -103,22 +107,23 @@ class TargetBlock(nn.Module):
                 config.hidden, config.intermediate, self.dtypes.param_dtype, blocks=blocks
             )
 
-    def __call__(self, x, columns: TargetColumns, memory, *, records: bool):
-        """x and this layer's `KVPages` or `GdnState` -> x and its rows, records or new image."""
-        dtype = self.dtypes.activation_dtype
-        normed = self.input_norm(x).astype(dtype)
+    def __call__(self, x, branch, columns: TargetColumns, memory, *, records: bool):
+        """Runs on the residual x + branch and this layer's `KVPages` or `GdnState`.
+
+        Returns: x and branch of the next block, and this layer's rows, records or new image.
+        """
+        implementation = self.implementation if records else "xla"
+        x, normed = self.input_norm.after(x, branch, implementation)
         if self.kind == LayerKind.FULL:
             mixed, kept = self.attention(normed, columns, memory, prefill=not records)
         elif records:
             mixed, kept = self.delta_net.verify(normed, columns, memory)
         else:
             mixed, kept = self.delta_net.prefill(normed, columns, memory)
-        x = x + mixed
-        normed = self.post_norm(x).astype(dtype)
+        x, normed = self.post_norm.after(x, mixed, implementation)
         if self.config.moe is None:
-            implementation = self.implementation if records else "xla"
-            return x + self.mlp(normed, dtype, implementation), kept
-        return x + self.moe(normed, prefill=not records), kept
+            return x, self.mlp(normed, jnp.float32, implementation), kept
+        return x, self.moe(normed, prefill=not records), kept
 
 
 class Target(nn.Module):
@@ -166,21 +171,24 @@ class Target(nn.Module):
 
     def _run(self, embedded, columns, state, *, records):
         kv_rows, gdn, residuals = [], [], {}
-        x = embedded
+        x, branch = embedded, None
         for index, (layer, kind) in enumerate(
             zip(self.layers, self.config.layer_types, strict=True)
         ):
             if kind == LayerKind.FULL:
-                x, rows = layer(x, columns, state.kv[len(kv_rows)], records=records)
+                memory = state.kv[len(kv_rows)]
+                x, branch, rows = layer(x, branch, columns, memory, records=records)
                 kv_rows.append(rows)
             else:
-                x, kept = layer(x, columns, state.gdn[len(gdn)], records=records)
+                memory = state.gdn[len(gdn)]
+                x, branch, kept = layer(x, branch, columns, memory, records=records)
                 gdn.append(kept)
             if index in self.capture:
-                residuals[index] = x
+                residuals[index] = add_branch(x, branch)
         captured = [residuals[index] for index in self.capture]
         features = jnp.concatenate(captured, axis=-1) if captured else x[..., :0]
-        hidden = self.final_norm(x).astype(self.dtypes.activation_dtype)
+        implementation = self.implementation if records else "xla"
+        _, hidden = self.final_norm.after(x, branch, implementation)
         return TargetOutput(
             hidden=hidden, features=features, kv_rows=tuple(kv_rows), gdn=tuple(gdn)
         )

@@ -95,7 +95,7 @@ def draft_forward(
             f"features: expected {(count, length, config.feature_width)}, got {features.shape}"
         )
     width = draft_tokens + 1
-    module, variables = build_draft(config, dtypes), {"params": params}
+    module, variables = build_draft(config, dtypes, "xla"), {"params": params}
     position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (count, length))
     stores = [
         KVSequence(key=key, value=value)

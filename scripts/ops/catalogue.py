@@ -14,7 +14,7 @@ from dflash_jax.ops.gated_delta_block import gated_delta_block
 from dflash_jax.ops.vocab import top_k
 from dflash_jax.sampling.distribution import target_distribution
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
-from scripts.ops import draft, heads, products
+from scripts.ops import between, draft, heads, products
 from scripts.ops.case import Case, normal
 from tests.oracles import attention as attention_oracle
 from tests.oracles import gated_delta_rule as delta_oracle
@@ -38,7 +38,8 @@ def cases(full: bool) -> list[Case]:
     for tokens in (8, 64) if full else (8,):
         found += [blocks(tokens, out, inner) for out, inner in ((34816, 5120), (5120, 17408))]
     found += [law(1, 8), *([law(8, 16)] if full else [])]
-    return found + draft.cases(full) + heads.cases(full) + products.cases(full)
+    small = between.cases(full) + draft.cases(full)
+    return found + small + heads.cases(full) + products.cases(full)
 
 
 def verify(batch: int, width: int, *, chain: bool) -> Case:

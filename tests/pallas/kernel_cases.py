@@ -14,6 +14,8 @@ from dflash_jax.ops import (
     dynamic_grouped_conv,
     gated_delta_block,
     gated_delta_rule,
+    norm,
+    norm_rope,
     skinny_linear,
     sliding_window_attention,
     softmax_attention,
@@ -227,6 +229,33 @@ def convolution(batch, width, hidden, group, taps, dtype=BF16):
     )
 
 
+def add_norm(rows, width, dtype=BF16):
+    return KernelCase(
+        name=f"add_rmsnorm {rows} x {width} {dtype.__name__}",
+        fn=functools.partial(norm.add_rmsnorm, eps=1e-6, offset=True, implementation="pallas"),
+        avals=(*[shape(1, rows, width, dtype=dtype)] * 2, shape(width, dtype=F32)),
+        kernels=("add_rmsnorm",),
+    )
+
+
+def heads(batch, width, query, kv, dim, *, mrope=None, dtype=BF16, dtypes=(BF16,) * 3):
+    gated = mrope is not None
+    rows = ((2 if gated else 1) * query + 2 * kv) * dim
+    place = (batch, width, 3) if gated else (batch, width)
+    return KernelCase(
+        name=f"norm_rope B={batch} W={width} {query}/{kv} D={dim} {dtype.__name__}",
+        fn=functools.partial(
+            norm_rope.norm_rope, heads=(query, kv), gated=gated, eps=1e-6, offset=gated, theta=1e7,
+            mrope=mrope, rounded=not gated, dtypes=dtypes, implementation="pallas",
+        ),
+        avals=(
+            shape(batch, width, rows, dtype=dtype), *[shape(dim, dtype=F32)] * 2,
+            shape(*place, dtype=I32),
+        ),
+        kernels=("norm_rope",),
+    )
+
+
 def head(op, tokens, rows, width, form, dtype=BF16):
     options = {"public_rows": rows - 243, "implementation": form}
     call, kernels = {
@@ -292,6 +321,12 @@ CASES = (
     convolution(1, 8, 5120, 16, 2), convolution(8, 16, 2048, 16, 2),
     convolution(2, 32, 96, 6, 3), convolution(1, 1, 2048, 2048, 4),
     convolution(2, 33, 100, 1, 1, F32),
+    add_norm(8, 5120), add_norm(256, 5120), add_norm(8, 2048), add_norm(16, 4096),
+    add_norm(3, 224), add_norm(1, 1, F32), add_norm(2, 16384, F32),
+    heads(1, 8, 24, 4, 256, mrope=(64, (11, 11, 10))),
+    heads(8, 16, 16, 2, 256, mrope=(64, (11, 11, 10)), dtypes=(BF16, BF16, F16)),
+    heads(1, 8, 32, 8, 128, dtype=F32), heads(8, 16, 32, 4, 128, dtype=F32),
+    heads(2, 3, 4, 2, 44, mrope=(8, (2, 1, 1)), dtype=F32, dtypes=(F32,) * 3),
     head("linear_topk", 7, 248320, 5120, "pallas"),
     head("linear_topk", 120, 248320, 2048, "pallas"),
     head("linear_topk", 3, 1000, 200, "pallas", F32), head("linear_topk", 3, 999, 41, "pallas"),
