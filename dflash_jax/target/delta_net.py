@@ -52,7 +52,7 @@ class GatedDeltaNet(nn.Module):
         records = GdnRecords(
             key=inputs.key, value=inputs.value, decay=inputs.decay, conv_input=inputs.conv_input
         )
-        return self.output(output, output.dtype, self.implementation), records
+        return self.output(output, jnp.float32, self.implementation), records
 
     def prefill(self, x, columns, state: GdnState):
         """[B, T, H] normed -> y [B, T, H] and the rows' image after the live columns."""
