@@ -305,11 +305,13 @@ def _decisions_shown(quiet: bool):
         yield
         return
     logger, handler = logging.getLogger("dflash_jax"), logging.StreamHandler(sys.stderr)
-    level = logger.level
+    level, propagates = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False  # a handler that a library gave the root would say all of it again
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        logger.propagate = propagates
