@@ -89,8 +89,8 @@ def test_the_demo_shows_speculation_next_to_plain_decoding(capsys, tmp_path):
     assert cli.main(["generate", *options]) == 0
     out, err = capsys.readouterr()
     text = out.replace("{+", "").replace("+}", "")
-    assert text == '\nclass ParseArgs(BaseTestCase):\n    """Parse a tree of a t\n'
-    assert out.startswith("\n{+class Par+}seA{+r+}gs")
+    assert text == "# " + "-" * 79 + "\n\n    def __init__(self, tokens\n"
+    assert out.startswith("#{+ +}--------{+---")
     assert "prompt, built in:\nclass Parser:" in err
     assert "same text: yes" in err
     assert "plain; prefill and compilation are left out" in err

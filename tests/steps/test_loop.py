@@ -70,13 +70,10 @@ def text_of(log, row):
     return [token for kept, n in zip(outputs, counts, strict=True) for token in kept[:n].tolist()]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_outputs_and_state_are_those_of_single_rounds(scene, temperature):
+def test_outputs_and_state_are_those_of_single_rounds(scene):
     models, params = scene
-    sampling = SamplingArrays.of(
-        [SamplingParams(temperature=temperature, top_p=0.9, presence_penalty=0.3)] * 3,
-        models.target.public_vocab,
-    )
+    controls = SamplingParams(temperature=0.9, top_p=0.9, presence_penalty=0.3, seed=5)
+    sampling = SamplingArrays.of([SamplingParams(), controls, controls], models.target.public_vocab)
     session = admitted(models, params)
     expected, live = by_the_host(session, sampling, [()] * 3, 4)
     other = admitted(models, params)
@@ -93,7 +90,7 @@ def test_outputs_and_state_are_those_of_single_rounds(scene, temperature):
     assert_same_bytes(state.target.gdn, session.state.target.gdn)
 
 
-@pytest.mark.parametrize("place", range(1, 9))
+@pytest.mark.parametrize("place", [1, 2, 3, 4, 8])
 def test_an_end_at_every_index_cuts_there_and_idles_the_row(scene, plain, place):
     models, params = scene
     greedy = SamplingArrays.greedy(3)

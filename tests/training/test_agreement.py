@@ -59,8 +59,6 @@ def test_sampling_controls_reach_every_prompt_with_a_seed_of_its_own(pair):
         models, params, twins[:2], 12, sampling=dataclasses.replace(SAMPLED, seed=1)
     )
     assert [item.tokens for item in again] == [item.tokens for item in outputs[1:3]]
-    _, greedy = measure_acceptance(models, params, twins, 12)
-    assert len({item.tokens for item in greedy}) == 1
 
 
 def test_wrong_inputs_are_refused_by_name(pair, tmp_path):

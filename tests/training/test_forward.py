@@ -67,14 +67,16 @@ def test_the_training_forward_equals_the_block_that_propose_runs(name):
         anchors = jnp.array([[2, length, length + 4]], jnp.int32)
         features = scenes.features(models.draft, ids)
         seen = []
-        for masks in (scenes.K, 1):  # a block as long as the run's, and one at the end of a budget
+        # A block as long as the run's, and DFlash's at the end of a budget; DFlash2 has no other.
+        for masks in (scenes.K, 1) if name == "dflash" else (scenes.K,):
             proposals = jnp.array([[scenes.K, masks, scenes.K]], jnp.int32)
             found = blocks(name, params, jnp.asarray(ids), features, anchors, proposals)
             expected = inference_hidden(session, masks)
             np.testing.assert_allclose(found[:, 1, :masks], expected[:, :masks], **FP32)
             assert not np.allclose(found[:, 2, :masks], expected[:, :masks], **FP32)
             seen.append(expected[:, :1])
-        assert not np.allclose(*seen, **FP32)  # the number of masks is no detail
+        if len(seen) > 1:
+            assert not np.allclose(*seen, **FP32)  # the number of masks is no detail
 
 
 def test_a_target_forward_equals_prefill_and_its_features():
