@@ -60,7 +60,7 @@ def halves(session, lanes, controls, allowed):
     return state, judge(models, params, state, rows, proposal, controls, extent, allowed)
 
 
-@pytest.mark.parametrize("tree_nodes", [0, 12])
+@pytest.mark.parametrize("tree_nodes", [0, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_round_in_two_halves_without_a_restriction_is_a_round(tree_nodes):
     session = resumed("dense", "dflash2", 7, 3, tree_nodes=tree_nodes)
     lanes, controls = [4, 0, 6], sampled(3)

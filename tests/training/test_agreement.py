@@ -49,6 +49,7 @@ def test_the_accepted_share_agrees_with_p_and_q_on_the_shipped_pair(pair, monkey
     agreement._observe.clear_cache()
 
 
+@pytest.mark.slow
 def test_sampling_controls_reach_every_prompt_with_a_seed_of_its_own(pair):
     models, params, prompts = pair
     twins = [prompts[0]] * COUNT
