@@ -33,13 +33,18 @@ class Trace:
 
 def record(work: Callable[[], None]) -> Trace:
     """Runs `work` under the profiler."""
+    return read(profile(work).planes)
+
+
+def profile(work: Callable[[], None]) -> jax.profiler.ProfileData:
+    """What the profiler saw of `work`, which waits for the device."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # one event a Python call would slow the host down
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             work()
         (file,) = Path(folder).rglob("*.xplane.pb")
-        return read(jax.profiler.ProfileData.from_file(str(file)).planes)
+        return jax.profiler.ProfileData.from_file(str(file))
 
 
 def read(planes) -> Trace:

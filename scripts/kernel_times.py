@@ -3,11 +3,9 @@
 import collections
 import dataclasses
 import re
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
-import jax
+from scripts.device_idle import profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +39,7 @@ class Kernels:
 
 def record(work: Callable[[], None], count: int) -> Kernels:
     """Runs `work`, which holds `count` rounds and waits for them, under the profiler."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            work()
-        (file,) = Path(folder).rglob("*.xplane.pb")
-        return read(jax.profiler.ProfileData.from_file(str(file)).planes, count)
+    return read(profile(work).planes, count)
 
 
 def read(planes, count: int) -> Kernels:

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from dflash_jax.ops.dispatch import choose_form
+
 
 @struct.dataclass
 class Partial:
@@ -33,9 +35,11 @@ def check_block(query, block_key, kv_heads: int) -> None:
         )
 
 
-def form_of_tiles(query) -> str:
-    """What "auto" means on a GPU: the kernel's tiles of wide fp32 heads would spill registers."""
-    return "pallas" if query.dtype.itemsize == 2 or query.shape[-1] <= 64 else "xla"
+def attention_form(op: str, implementation: str, lacking: str | None, query) -> str:
+    """`choose_form` of an attention: "auto" leaves wide fp32 heads, whose tiles would spill
+    registers, to XLA."""
+    narrow = query.dtype.itemsize == 2 or query.shape[-1] <= 64
+    return choose_form(op, implementation, lacking, auto_gpu="pallas" if narrow else "xla")
 
 
 def fold_heads(query, kv_heads: int):

@@ -4,15 +4,14 @@ import jax.numpy as jnp
 
 from dflash_jax.ops.attention import (
     attend,
+    attention_form,
     block_visibility,
     check_block,
     fold_heads,
-    form_of_tiles,
     merge,
     normalise,
     unfold_heads,
 )
-from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.pallas import sliding_window_attention as kernel
 
 
@@ -78,9 +77,7 @@ def _choose(implementation: str, width: int, capacity: int, query) -> str:
         f"blocks of at most {kernel.MAX_WIDTH} columns, rings in multiples of 16 and power-of-two "
         f"heads of at least 16, got width {width}, ring {capacity}, head_dim {dim}"
     )
-    return choose_form(
-        "sliding_window_attention", implementation, lacking, auto_gpu=form_of_tiles(query)
-    )
+    return attention_form("sliding_window_attention", implementation, lacking, query)
 
 
 def ring_positions(frontier, capacity: int):

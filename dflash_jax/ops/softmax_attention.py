@@ -6,15 +6,14 @@ from jax import lax
 
 from dflash_jax.ops.attention import (
     attend,
+    attention_form,
     block_visibility,
     check_block,
     fold_heads,
-    form_of_tiles,
     merge,
     normalise,
     unfold_heads,
 )
-from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.pallas import softmax_attention as kernel
 
 # A longer context is read in stretches, in a loop that ends with the longest row: at most this many
@@ -104,9 +103,7 @@ def _choose(implementation: str, width: int, page: int, query) -> str:
         f"blocks of at most {kernel.MAX_WIDTH} columns and power-of-two pages and heads of at "
         f"least 16, got width {width}, page {page}, head_dim {dim}"
     )
-    return choose_form(
-        "softmax_attention", implementation, lacking, auto_gpu=form_of_tiles(query)
-    )
+    return attention_form("softmax_attention", implementation, lacking, query)
 
 
 def ancestor_mask(parent):

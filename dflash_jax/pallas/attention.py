@@ -16,9 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from dflash_jax.pallas.common import WHOLE, broadcast, dot, gpu_call, load, shared
+from dflash_jax.pallas.tiling import PROCESSORS
 
 MAX_WIDTH = 32
-_PROGRAMS = 264  # two on each processor of an H200
 
 # (refs of the context operands, row, KV head, keys of a step) -> (entries to walk, locate, read).
 # locate(first) says where the entries from `first` on lie; it is asked one step ahead, because that
@@ -50,7 +50,7 @@ class Tiles:
         keys = min(unit, 64 if dim * query.dtype.itemsize <= 512 else 32)
         programs = batch * kv_heads * pl.cdiv(rows, tile)
         useful = 1 + max(1, entries // (2 * keys))
-        parts = min(32, max(2, _PROGRAMS // programs), useful)
+        parts = min(32, max(2, 2 * PROCESSORS // programs), useful)
         return cls(
             rows=tile, keys=keys, parts=1 << (parts - 1).bit_length(),
             num_warps=8 if tile * dim >= 64 * 256 else 4,

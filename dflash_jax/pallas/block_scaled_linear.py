@@ -27,9 +27,9 @@ from dflash_jax.pallas.common import (
     step_within,
     store,
 )
+from dflash_jax.pallas.tiling import PROCESSORS
 
 MAX_TOKENS = 128
-_PROCESSORS = 132  # of an H200: programs that run at once
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Tiles:
         step = step_within(inner, (columns,), 128)
         programs, shares = -(-out // rows), 1
         # Enough programs to keep loads in flight on every processor, if the columns allow it.
-        while programs * shares < 3 * _PROCESSORS and (inner // step) % (2 * shares) == 0:
+        while programs * shares < 3 * PROCESSORS and (inner // step) % (2 * shares) == 0:
             shares *= 2
         return cls(rows=rows, step=step, shares=shares, num_warps=num_warps)
 

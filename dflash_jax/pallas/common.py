@@ -93,5 +93,4 @@ def broadcast(*indices):
 
 def places(rows, columns):
     """Two index arrays [rows, columns] of a rectangle of entries."""
-    shape = (rows.shape[0], columns.shape[0])
-    return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
+    return broadcast(rows[:, None], columns[None, :])

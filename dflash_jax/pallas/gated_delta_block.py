@@ -81,10 +81,10 @@ def supports(width: int, taps: int, key_dim: int, value_dim: int) -> bool:
     return width <= MAX_WIDTH and taps > 1 and heads
 
 
-@shared("first_gate", "key_heads", "interpret", "num_warps")
+@shared("first_gate", "key_heads", "interpret")
 def block(
     projected, gates, first_gate, conv, taps, a_log, dt_bias, recurrent, slot, live, *,
-    key_heads, interpret, num_warps=8,
+    key_heads, interpret,
 ):
     """See the op; `gates` holds the two gates from column `first_gate` on.
 
@@ -111,7 +111,7 @@ def block(
         in_specs=[WHOLE] * len(operands),
         out_specs=(WHOLE,) * len(shapes),
         interpret=interpret,
-        num_warps=num_warps,
+        num_warps=8,  # fewer spill registers
     )(*operands)
 
 
