@@ -225,13 +225,12 @@ def _looped(models: Models, params: Params, state, rows, sampling) -> float:
     return statistics.median(times[1:])
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)
 def _randomised(state: DecodeState, context: int, seed: int) -> DecodeState:
     """The state as if `context` tokens were processed, with random K/V, rings and GDN states."""
     keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(state))))
 
     def fill(leaf):
-        return (0.1 * jax.random.normal(next(keys), leaf.shape, jnp.float32)).astype(leaf.dtype)
+        return _noise(leaf, next(keys))
 
     frontier = jnp.full_like(state.sequence.frontier, context)
     return state.replace(
@@ -239,6 +238,12 @@ def _randomised(state: DecodeState, context: int, seed: int) -> DecodeState:
         context=jax.tree.map(fill, state.context),
         sequence=state.sequence.replace(frontier=frontier, context_frontier=frontier + 0),
     )
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _noise(leaf, key):
+    # One small program per shape: as one program for all leaves it compiles for minutes.
+    return (0.1 * jax.random.normal(key, leaf.shape, jnp.float32)).astype(leaf.dtype)
 
 
 def _admission(models: Models) -> Admission:
