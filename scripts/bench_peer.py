@@ -78,8 +78,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--skip-plain", action="store_true", help="rounds only")
     parser.add_argument("--aba", action="store_true", help="ours, the peer, ours")
     parser.add_argument("--skip-ours", action="store_true", help="with --aba: the peer alone")
+    parser.add_argument("--random-context", action="store_true",
+                        help="with --aba: ours fills its context without a prefill")
     parser.add_argument("--package-path", metavar="DIR",
-                        help="a folder that holds the package dflash/, where it is not installed")
+                        help="a folder that holds dflash/, and fla/ if wanted, if not installed")
     args = parser.parse_args(argv)
     for name, least in (("draft_tokens", 1), ("context", 1), ("rounds", 1), ("tau", 1)):
         if not getattr(args, name) >= least:
@@ -152,11 +154,18 @@ def commands(args) -> list[tuple[str, list[str]]]:
         shared += [f"--{option}", str(getattr(args, option.replace("-", "_")))]
     if args.skip_plain:
         shared.append("--skip-plain")
-    ours = ("ours", [sys.executable, str(HERE / "bench_round.py"), *shared])
-    peer = [sys.executable, str(Path(__file__).resolve()), *shared, "--device", args.device]
+    ours, peer = [
+        [sys.executable, "-u", str(HERE / name), *shared]
+        for name in ("bench_round.py", "bench_peer.py")
+    ]
+    if args.random_context:
+        ours.append("--random-context")
+    peer += ["--device", args.device]
     if args.package_path is not None:
         peer += ["--package-path", args.package_path]
-    return [("peer", peer)] if args.skip_ours else [ours, ("peer", peer), ours]
+    if args.skip_ours:
+        return [("peer", peer)]
+    return [("ours", ours), ("peer", peer), ("ours", ours)]
 
 
 def output_of(name: str, command: list[str]) -> str:

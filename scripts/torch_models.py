@@ -1,6 +1,7 @@
 """The published torch models at our geometries, with random weights made where they will run.
 
-Needs torch, transformers and the `dflash` package; `add_package` serves a bare copy of the latter.
+Needs torch, transformers and the `dflash` package; `add_package` serves a bare copy of the latter,
+of which `dflash/__init__.py` and `dflash/model.py` are enough.
 """
 
 import importlib
@@ -18,7 +19,10 @@ OFFSET_NORMS = ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
 
 
 def add_package(folder: str | None) -> None:
-    """Looks for modules in `folder` first. Raises ValueError if `dflash` does not lie there."""
+    """Looks for modules in `folder` first, before transformers looks for kernels.
+
+    Raises: ValueError if `dflash` does not lie there.
+    """
     if folder is None:
         return
     if not (Path(folder) / "dflash" / "model.py").is_file():
@@ -164,14 +168,16 @@ def fill(model: nn.Module, seed: int) -> None:
 
 
 def kernels_in_use(target: nn.Module) -> str:
-    """Which optional kernel packages the models find, and which attention and experts they run."""
+    """Which optional kernels the models find, and which attention and experts they run."""
     found = []
-    for package in ("fla", "causal_conv1d"):
+    # The modules that transformers looks into.
+    for name in ("fla.ops.gated_delta_rule", "causal_conv1d"):
+        package = name.partition(".")[0]
         try:
-            module = importlib.import_module(package)
-        except ImportError:
-            found.append(f"{package} absent")
+            importlib.import_module(name)
+        except ImportError as fault:
+            found.append(f"{package} absent ({fault})")
         else:
-            found.append(f"{package} {getattr(module, '__version__', 'present')}")
+            found.append(f"{package} {getattr(sys.modules[package], '__version__', 'present')}")
     experts = getattr(target.config, "_experts_implementation", None)
     return f"{', '.join(found)}; attention {target.config._attn_implementation}, experts {experts}"

@@ -147,12 +147,14 @@ def test_three_processes_take_turns(capsys, monkeypatch):
             f"round: queued {next(ours):.2f} ms (spread 0.10)")
 
     monkeypatch.setattr(bench_peer, "output_of", output_of)
-    argv = ["--aba", "--model", "35b-dflash", "--rounds", "32", "--package-path", "where"]
+    argv = ["--aba", "--model", "35b-dflash", "--rounds", "32", "--random-context",
+            "--package-path", "where"]
     assert bench_peer.main(argv) == 0
     assert [name for name, _ in turns] == ["ours", "peer", "ours"]
     for name, command in turns:
-        assert command[1].endswith("bench_peer.py" if name == "peer" else "bench_round.py")
+        assert command[2].endswith("bench_peer.py" if name == "peer" else "bench_round.py")
         assert ("--package-path" in command) == (name == "peer") and "--aba" not in command
+        assert ("--random-context" in command) == (name == "ours")
         assert command[command.index("--rounds") + 1] == "32"
         # The same schedule on both sides.
         assert command[command.index("--tau") + 1] == "4.8"
@@ -183,8 +185,9 @@ def test_a_process_that_fails_or_prints_no_figure_is_an_error(capsys):
         bench_peer.figure("peer", "nothing", bench_peer.PEER)
 
 
-def test_the_peer_leaves_the_accelerator_to_torch(repository_root):
+def test_the_torch_benchmarks_leave_the_accelerator_to_torch(repository_root, published):
     # jax would take three quarters of a GPU's memory as soon as it looked at it.
-    program = ("import scripts.bench_peer, scripts.torch_rounds; from jax._src import xla_bridge; "
+    program = ("import scripts.bench_peer, scripts.torch_rounds; from scripts import torch_ops; "
+               "torch_ops.peers(True); from jax._src import xla_bridge; "
                "raise SystemExit(xla_bridge.backends_are_initialized())")
     subprocess.run([sys.executable, "-c", program], cwd=repository_root, check=True)
