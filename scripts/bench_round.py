@@ -102,7 +102,7 @@ def main() -> int:
         SamplingParams(),
     )
     _report("plain", plain, params.target, {}, models, args, bandwidth)
-    tau = np.mean([accepted + 1 for accepted in _schedule(args)])
+    tau = np.mean([accepted + 1 for accepted in accepted_counts(args)])
     print(
         f"tokens/s at tau {tau:.2f}: {args.batch * tau / speculative['round'] * 1e3:.1f}, "
         f"speed-up over plain {tau * plain['round'] / speculative['round']:.2f}"
@@ -134,7 +134,7 @@ def _arguments():
     return parser.parse_args()
 
 
-def _schedule(args) -> list[int]:
+def accepted_counts(args) -> list[int]:
     """Accepted counts whose running mean follows tau - 1."""
     mean = min(args.tau - 1, args.draft_tokens)
     totals = [round(mean * i) for i in range(args.rounds + WARMUP + 1)]
@@ -165,7 +165,7 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
 
     force = jax.jit(_force)
     extent_of = jax.jit(lambda sequence: models.extent(sequence.gather(rows.lane)))
-    schedule = [jnp.int32(min(accepted, run.draft_tokens)) for accepted in _schedule(args)]
+    schedule = [jnp.int32(min(accepted, run.draft_tokens)) for accepted in accepted_counts(args)]
 
     def one_round(state, accepted):
         state, scratch = speculate(
