@@ -26,6 +26,7 @@ from dflash_jax.pallas.common import (
     shared,
     step_within,
     store,
+    widened,
 )
 from dflash_jax.pallas.tiling import PROCESSORS
 
@@ -73,7 +74,7 @@ def product(x, kernel, scale, *, columns: int, interpret: bool, tiles: Tiles | N
     (tokens, inner), out = x.shape, kernel.shape[0]
     tiles = tiles or Tiles.of(tokens, out, inner, columns)
     parts = gpu_call(
-        _kernel(tiles, tokens, out, inner, out // scale.shape[0], columns),
+        _kernel(tiles, tokens, out, inner, out // scale.shape[0], columns, interpret),
         name="block_scaled_linear",
         out_shape=jax.ShapeDtypeStruct((tiles.shares, tokens, out), jnp.float32),
         grid=(-(-out // tiles.rows), tiles.shares),
@@ -86,7 +87,9 @@ def product(x, kernel, scale, *, columns: int, interpret: bool, tiles: Tiles | N
     return parts[0] if tiles.shares == 1 else jnp.sum(parts, axis=0)
 
 
-def _kernel(tiles: Tiles, tokens: int, out: int, inner: int, block_rows: int, columns: int):
+def _kernel(
+    tiles: Tiles, tokens: int, out: int, inner: int, block_rows: int, columns: int, interpret: bool
+):
     padded = max(16, pl.next_power_of_2(tokens))
     steps = inner // tiles.step // tiles.shares
 
@@ -97,16 +100,23 @@ def _kernel(tiles: Tiles, tokens: int, out: int, inner: int, block_rows: int, co
         place = jnp.arange(tiles.step, dtype=jnp.int32)
         known, live = row < out, token < tokens
 
-        def step(index, total):
+        def factor_of(first):
+            column = jnp.minimum(first, inner - 1) // columns
+            at = scale.at[row // block_rows, jnp.broadcast_to(column, row.shape)]
+            return load(at, mask=known, other=0.0)
+
+        def step(index, carry):
+            total, factor = carry
             first = (share * steps + index) * tiles.step
+            ahead = factor_of(first + tiles.step)  # on its way while this step multiplies
             values = _load(weights, row, first + place, known, exact=out % tiles.rows == 0)
             part = _load(x, token, first + place, live, exact=tokens == padded)
-            at = scale.at[row // block_rows, jnp.broadcast_to(first // columns, row.shape)]
-            factor = load(at, mask=known, other=0.0)
-            return total + dot(values.astype(x.dtype), part.T) * factor[:, None]
+            wide = widened(values, x.dtype, interpret=interpret)
+            return total + dot(wide, part.T) * factor[:, None], ahead
 
         empty = jnp.zeros((tiles.rows, padded), jnp.float32)
-        total = lax.fori_loop(0, steps, step, empty)
+        start = (empty, factor_of(share * steps * tiles.step))
+        total, _ = lax.fori_loop(0, steps, step, start)
         mask = live[:, None] & known[None, :]
         at = parts.at[(jnp.broadcast_to(share, mask.shape), *places(token, row))]
         store(at, total.T, mask=mask)

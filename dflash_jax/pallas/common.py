@@ -72,6 +72,36 @@ def dot_three_passes(left, right):
     )
 
 
+# Four float8 values in one register become two registers of bfloat16 pairs: sign, exponent and
+# mantissa move to their places, and a product with 2^120 corrects the exponent's bias. Exact; the
+# hardware's own conversion goes through float16 one value at a time and takes longer than the load.
+_FLOAT8_PAIRS = """{
+.reg .b32 low, high, part, bias, zero;
+mov.b32 bias, 0x7B807B80;
+mov.b32 zero, 0x80008000;
+prmt.b32 low, $2, 0, 0x1404;
+prmt.b32 high, $2, 0, 0x3424;
+shr.b32 part, low, 4;
+and.b32 part, part, 0x07F007F0;
+lop3.b32 low, low, 0x80008000, part, 0xEA;
+fma.rn.bf16x2 $0, low, bias, zero;
+shr.b32 part, high, 4;
+and.b32 part, part, 0x07F007F0;
+lop3.b32 high, high, 0x80008000, part, 0xEA;
+fma.rn.bf16x2 $1, high, bias, zero;
+}"""
+
+
+def widened(values, dtype, *, interpret: bool):
+    """float8_e4m3fn values in bf16 or fp32, exactly, but for NaN: a device reads it as 480."""
+    if interpret or dtype != jnp.bfloat16:
+        return values.astype(dtype)
+    wide = jax.ShapeDtypeStruct(values.shape, jnp.bfloat16)
+    return plt.elementwise_inline_asm(
+        _FLOAT8_PAIRS, args=[values], constraints="=r,=r,r", pack=4, result_shape_dtypes=[wide]
+    )[0]
+
+
 def is_power_of_two(number: int) -> bool:
     """Whether a kernel array may have this extent."""
     return number > 0 and number & (number - 1) == 0

@@ -41,6 +41,19 @@ _L2_EPS = 1e-6
 
 
 @dataclass(frozen=True)
+class Tiles:
+    """Value rows of a program, and its warps."""
+
+    rows: int
+    num_warps: int
+
+    @classmethod
+    def of(cls, width: int, value_dim: int) -> "Tiles":
+        """For W columns; more rows or fewer warps would spill registers."""
+        return cls(rows=min(64 if width <= P else 16, value_dim), num_warps=8)
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Of one call: columns, heads, head widths, taps of the convolution, a program's value rows."""
 
@@ -53,12 +66,11 @@ class Sizes:
     rows: int
 
     @classmethod
-    def of(cls, projected, recurrent, taps, key_heads: int) -> "Sizes":
+    def of(cls, projected, recurrent, taps, key_heads: int, rows: int) -> "Sizes":
         width, (value_heads, value_dim, key_dim) = projected.shape[1], recurrent.shape[1:]
         return cls(
             width=width, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
-            value_dim=value_dim, taps=taps.shape[1],
-            rows=min(64 if width <= P else 16, value_dim),  # more would spill registers
+            value_dim=value_dim, taps=taps.shape[1], rows=rows,
         )
 
     @property
@@ -81,10 +93,10 @@ def supports(width: int, taps: int, key_dim: int, value_dim: int) -> bool:
     return width <= MAX_WIDTH and taps > 1 and heads
 
 
-@shared("first_gate", "key_heads", "interpret")
+@shared("first_gate", "key_heads", "interpret", "tiles")
 def block(
     projected, gates, first_gate, conv, taps, a_log, dt_bias, recurrent, slot, live, *,
-    key_heads, interpret,
+    key_heads, interpret, tiles=None,
 ):
     """See the op; `gates` holds the two gates from column `first_gate` on.
 
@@ -92,7 +104,8 @@ def block(
       [B, W, Hv, Dv] fp32 outputs, zero from live on; key, value, decay and conv_input as in the op,
       which from live on hold anything.
     """
-    sizes = Sizes.of(projected, recurrent, taps, key_heads)
+    tiles = tiles or Tiles.of(projected.shape[1], recurrent.shape[2])
+    sizes = Sizes.of(projected, recurrent, taps, key_heads, tiles.rows)
     batch, dtype = projected.shape[0], conv.dtype
     rows = (batch, sizes.width)
     shapes = (
@@ -111,7 +124,7 @@ def block(
         in_specs=[WHOLE] * len(operands),
         out_specs=(WHOLE,) * len(shapes),
         interpret=interpret,
-        num_warps=8,  # fewer spill registers
+        num_warps=tiles.num_warps,
     )(*operands)
 
 

@@ -27,6 +27,7 @@ from dflash_jax.pallas.common import (
     shared,
     step_within,
     store,
+    widened,
 )
 
 MAX_TOKENS = 128
@@ -86,7 +87,7 @@ def expert_outputs(
     flat = experts.reshape(-1)
     blocks, values = _blocks(gate_up, scales[0], columns[0])
     mixed = gpu_call(
-        _gate_up_kernel(tiles, rows, tokens, inner, blocks),
+        _gate_up_kernel(tiles, rows, tokens, inner, blocks, interpret),
         name="sparse_moe_gate_up",
         out_shape=jax.ShapeDtypeStruct((choices, rows, inner), x.dtype),
         grid=(choices, inner // tiles.inner),
@@ -95,7 +96,7 @@ def expert_outputs(
     )(x, flat, gate_up, *values)
     blocks, values = _blocks(down, scales[1], columns[1])
     outputs = gpu_call(
-        _down_kernel(tiles, rows, tokens, k, blocks),
+        _down_kernel(tiles, rows, tokens, k, blocks, interpret),
         name="sparse_moe_down",
         out_shape=jax.ShapeDtypeStruct((choices, hidden), jnp.float32),
         grid=(choices, hidden // tiles.hidden),
@@ -112,7 +113,7 @@ def _blocks(matrices, scale, columns):
     return (matrices.shape[1] // scale.shape[1], columns), (scale,)
 
 
-def _product(left, matrices, scale, blocks, at):
+def _product(left, matrices, scale, blocks, at, interpret):
     """left [m, step] times an expert's matrix rows, transposed: [m, rows] fp32.
 
     at: the expert, the first row, the number of rows, the first column.
@@ -124,10 +125,10 @@ def _product(left, matrices, scale, blocks, at):
     row = (first + jnp.arange(count, dtype=jnp.int32)) // blocks[0]
     expert, column = (jnp.broadcast_to(i, row.shape) for i in (expert, column // blocks[1]))
     factor = load(scale[0].at[expert, row, column])
-    return dot(left, right.astype(left.dtype).T) * factor[None, :]
+    return dot(left, widened(right, left.dtype, interpret=interpret).T) * factor[None, :]
 
 
-def _gate_up_kernel(tiles: Tiles, rows: int, tokens: int, inner: int, blocks):
+def _gate_up_kernel(tiles: Tiles, rows: int, tokens: int, inner: int, blocks, interpret):
     def kernel(x, experts, gate_up, *scale_and_out):
         *scale, out = scale_and_out
         choice, block = pl.program_id(0), pl.program_id(1)
@@ -143,7 +144,9 @@ def _gate_up_kernel(tiles: Tiles, rows: int, tokens: int, inner: int, blocks):
                 part = load(x.at[at], mask=at[0] < tokens, other=0.0)
                 starts = (start + block * tiles.inner for start in (0, inner))
                 gate, up = (
-                    _product(part, gate_up, scale, blocks, (expert, start, tiles.inner, first))
+                    _product(
+                        part, gate_up, scale, blocks, (expert, start, tiles.inner, first), interpret
+                    )
                     for start in starts
                 )
                 return sums[0] + gate, sums[1] + up
@@ -157,7 +160,7 @@ def _gate_up_kernel(tiles: Tiles, rows: int, tokens: int, inner: int, blocks):
     return kernel
 
 
-def _down_kernel(tiles: Tiles, rows: int, tokens: int, k: int, blocks):
+def _down_kernel(tiles: Tiles, rows: int, tokens: int, k: int, blocks, interpret):
     wide = pl.next_power_of_2(k)
 
     def kernel(mixed, experts, down, *scale_and_out):
@@ -173,7 +176,7 @@ def _down_kernel(tiles: Tiles, rows: int, tokens: int, k: int, blocks):
                 first = index * tiles.inner_step
                 at = expert, block * tiles.hidden, tiles.hidden, first
                 part = mixed[choice, :, pl.ds(first, tiles.inner_step)]
-                return total + _product(part, down, scale, blocks, at)
+                return total + _product(part, down, scale, blocks, at, interpret)
 
             steps = mixed.shape[2] // tiles.inner_step
             empty = jnp.zeros((rows, tiles.hidden), jnp.float32)
