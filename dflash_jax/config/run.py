@@ -66,7 +66,7 @@ class RunConfig:
     pool_pages: int | None = None  # pages of each pool; None means every lane at full length
     chunk: int = 1024  # prefill columns per call
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
-    implementation: str = "auto"  # of ops that have kernels; prefill stores draft context by it
+    implementation: str = "auto"  # of ops with kernels: in prefill the delta rule, draft context
     max_candidates: int = 0  # cap on the target's sampling candidates; 0 none, 20 reference engine
     tree_nodes: int = 0  # W_t, columns of a tree round, K + 2..32; 0 verifies the chain alone
     tree_paths: int = 8  # leaves of a tree, 2..8; not read without a tree

@@ -20,6 +20,7 @@ from jax import lax
 
 from dflash_jax.ops.dispatch import choose, choose_form
 from dflash_jax.ops.norm import l2norm
+from dflash_jax.pallas import gated_delta_prefill as prefill_kernels
 from dflash_jax.pallas import gated_delta_rule as kernels
 
 # Columns that one step of the chunked prefill absorbs.
@@ -107,7 +108,9 @@ def gated_delta_fold(
     return recurrent.at[jnp.where(count > 0, write_slot, slots)].set(state, mode="drop")
 
 
-def gated_delta_prefill(query, key, value, decay, recurrent, live):
+def gated_delta_prefill(
+    query, key, value, decay, recurrent, live, *, implementation="auto"
+):
     """The recurrence over a long chunk, in blocks of columns with one triangular solve each.
 
     Inside a block with cumulative decay G_i and rows k_i, v_i, the increments delta solve
@@ -115,13 +118,26 @@ def gated_delta_prefill(query, key, value, decay, recurrent, live):
 
     Args: as in `gated_delta_verify` with T columns, any T >= 1, but
       recurrent: [B, Hv, Dv, Dk] fp32, the state of each row itself.
+      implementation: "xla", "pallas", "interpret" or "auto", which is XLA's form. Static.
     Returns:
       outputs [B, T, Hv, Dv] fp32 (columns >= live are exactly zero) and the state after `live`
-      columns, [B, Hv, Dv, Dk] fp32.
-    Numeric: fp32 throughout; equal to the step-by-step form up to rounding.
+      columns, [B, Hv, Dv, Dk] fp32; a row with live = 0 keeps its state bit for bit.
+    Numeric: fp32; equal to the step-by-step form up to rounding. The kernel multiplies bf16 pairs
+      that hold an fp32 number to 2^-18.
+    Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 6.3.4.
     """
     _check(key, value, decay, recurrent)
+    form = _choose_prefill(implementation, key, value)
+    if form != "xla":
+        return prefill_kernels.prefill(
+            query, key, value, decay, recurrent, live, interpret=form == "interpret"
+        )
+    return _prefill(query, key, value, decay, recurrent, live)
+
+
+def _prefill(query, key, value, decay, recurrent, live):
+    """`gated_delta_prefill` in XLA: the blocks are solved together, then scanned."""
     batch, tokens, value_heads, value_dim = value.shape
     block = min(CHUNK, tokens)
     padded = -(-tokens // block) * block
@@ -238,6 +254,14 @@ def _choose(implementation: str, key, value) -> str:
         f"power-of-two heads of at least 16, got key {key_dim}, value {value_dim}"
     )
     return choose_form("gated_delta_rule", implementation, lacking, auto_gpu="pallas")
+
+
+def _choose_prefill(implementation: str, key, value) -> str:
+    key_dim, value_dim = key.shape[-1], value.shape[-1]
+    lacking = None if prefill_kernels.supports(key_dim, value_dim) else (
+        f"power-of-two heads of 16 to 128, got key {key_dim}, value {value_dim}"
+    )
+    return choose_form("gated_delta_prefill", implementation, lacking)
 
 
 def _check(key, value, decay, recurrent) -> None:

@@ -65,7 +65,8 @@ class GatedDeltaNet(nn.Module):
             heads=image.recurrent.shape[1:], chain=columns.chain,
         )
         mixed, recurrent = gated_delta_prefill(
-            inputs.query, inputs.key, inputs.value, inputs.decay, image.recurrent, columns.live
+            inputs.query, inputs.key, inputs.value, inputs.decay, image.recurrent, columns.live,
+            implementation=self.implementation,
         )
         path = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
         conv = shift_history(image.conv, inputs.conv_input, path, columns.live)

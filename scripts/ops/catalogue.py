@@ -30,6 +30,7 @@ def cases(full: bool) -> list[Case]:
     found = []
     for batch in rows:
         found += [verify(batch, 8, chain=True), verify(batch, 16, chain=False)]
+        found += [prefill(batch, 1024, heads) for heads in ((48, 32) if full else (48,))]
         found += [delta_block(batch, width) for width in ((1, 8, 16) if full else (8,))]
         found += [paged(batch, 8, context) for context in ((4096, 32768) if full else (4096,))]
         found += [ring(batch, 8, 2048)]
@@ -74,6 +75,40 @@ def verify(batch: int, width: int, *, chain: bool) -> Case:
         bytes=state, make=make, exact=exact if batch == 1 else None, tolerance=2e-5,
         forms={form: functools.partial(
             gated_delta_rule.gated_delta_verify, chain=chain, implementation=form
+        ) for form in BOTH},
+    )
+
+
+def prefill(batch: int, tokens: int, value_heads: int) -> Case:
+    """A prompt's chunk through the recurrence of one layer: 48 value heads in the 27B, 32 in the
+    35B."""
+    key_heads, dim = 16, 128
+
+    def make(key):
+        keys = jax.random.split(key, 5)
+        gates = jax.random.normal(keys[3], (2, batch, tokens, value_heads))
+        decay = jnp.stack([-0.1 * jax.nn.softplus(gates[0]), jax.nn.sigmoid(gates[1])], axis=-1)
+        return (
+            *(normal(k, (batch, tokens, key_heads, dim)) for k in keys[:2]),
+            normal(keys[2], (batch, tokens, value_heads, dim)), decay,
+            normal(keys[4], (batch, value_heads, dim, dim), jnp.float32, 0.1),
+            jnp.full((batch,), tokens, jnp.int32),
+        )
+
+    def exact(query, key, value, decay, state, live):
+        rows = [
+            delta_oracle.sequence(state[b], query[b], key[b], value[b], decay[b], live[b])
+            for b in range(batch)
+        ]
+        return tuple(np.stack(x) for x in zip(*rows, strict=True))
+
+    per_column = 2 * key_heads * dim * 2 + value_heads * (dim * (2 + 4) + 8)
+    return Case(
+        name=f"gated_delta_prefill B={batch} T={tokens} {value_heads} heads", make=make,
+        bytes=batch * (tokens * per_column + 2 * value_heads * dim * dim * 4),
+        exact=exact if batch == 1 else None, tolerance=2e-5,
+        forms={form: functools.partial(
+            gated_delta_rule.gated_delta_prefill, implementation=form
         ) for form in BOTH},
     )
 

@@ -33,7 +33,7 @@ TREES = np.array(
 CHAIN = np.broadcast_to(TREES[0], TREES.shape)
 BATCH = len(TREES)
 
-# Implementations of chains and of the fold; trees have one, "xla".
+# Implementations.
 FORMS = pytest.mark.parametrize(
     "form", ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 )
@@ -114,7 +114,9 @@ def compiled_fold(form):
     return jax.jit(functools.partial(gated_delta_fold, implementation=form))
 
 
-jit_prefill = jax.jit(gated_delta_prefill)
+@functools.cache
+def compiled_prefill(form):
+    return jax.jit(functools.partial(gated_delta_prefill, implementation=form))
 
 
 def verify(columns, state, parent, live, *, chain, form="xla"):
@@ -122,6 +124,11 @@ def verify(columns, state, parent, live, *, chain, form="xla"):
     slot = np.arange(len(live), dtype=np.int32)
     call = compiled_verify(chain, form)
     return np.asarray(call(*columns.all(), state, slot, ints(parent), ints(live)))
+
+
+def prefill(columns, state, live, *, form="xla"):
+    """Outputs and states after each row's live columns."""
+    return tuple(map(np.asarray, compiled_prefill(form)(*columns.all(), state, ints(live))))
 
 
 def fold_records(columns, state, count, *, path=None, form="xla"):

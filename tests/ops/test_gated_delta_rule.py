@@ -1,13 +1,10 @@
-"""The gated delta rule against its float64 recurrence: chains, trees and chunked prefill."""
+"""Verification by the gated delta rule against its float64 recurrence: chains and trees."""
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
-from dflash_jax.ops import gated_delta_rule as module
-from dflash_jax.ops.gated_delta_rule import gated_delta_prefill
 from tests.ops.gated_delta_inputs import (
     BATCH,
     CHAIN,
@@ -19,10 +16,10 @@ from tests.ops.gated_delta_inputs import (
     compiled_verify,
     fold_records,
     ints,
-    jit_prefill,
     make_columns,
     make_state,
     poisoned,
+    prefill,
     root_paths,
     take_columns,
     verify,
@@ -116,7 +113,7 @@ def test_d11_the_read_sees_the_decayed_state():
         # The query is the key, and 1 / sqrt(Dk) is 1/2.
         out = verify(columns, state, [[0]], [1], chain=chain)
         assert_close(out, np.full((1, 1, 1, 1), 1.3), FP32_CHAIN)
-    out, moved = jit_prefill(*columns.all(), state, ints([1]))
+    out, moved = prefill(columns, state, [1])
     assert_close(out, np.full((1, 1, 1, 1), 1.3), FP32_CHAIN)
     assert_close(moved, expected, FP32_CHAIN)
 
@@ -144,7 +141,7 @@ def test_d12_value_head_reads_its_group_of_key_heads():
         verify(columns, state, np.zeros((key_heads, 1)), [1] * key_heads, chain=chain)
         for chain in (True, False)
     ]
-    outputs.append(np.asarray(jit_prefill(*columns.all(), state, ints([1] * key_heads))[0]))
+    outputs.append(prefill(columns, state, [1] * key_heads)[0])
     for out in outputs:
         for row in range(key_heads):
             heads = np.flatnonzero(np.abs(out[row, 0]).max(axis=-1) > 0)
@@ -198,102 +195,6 @@ def test_rows_read_their_slot_and_idle_rows_none(chain, form, idle):
     assert_same_bits(np.asarray(call(*columns.all(), pool, slot, parent, live)), direct)
 
 
-@POISON
-def test_dead_prefill_columns_never_leak(poison):
-    live = ints([11, 8, 7, 1, 0])
-    columns, state = make_columns(BATCH, 11), make_state(BATCH)
-    clean = jit_prefill(*columns.all(), state, live)
-    dirty = jit_prefill(*poisoned(columns, live, poison).all(), state, live)
-    for actual, expected in zip(dirty, clean, strict=True):
-        assert_same_bits(np.asarray(actual), np.asarray(expected))
-
-
-# --- chunked prefill ---------------------------------------------------------------------------
-
-
-def assert_prefill_follows_the_recurrence(length, live, *, seed=0):
-    """One sequence for all rows: row b stops after live[b] columns."""
-    columns, state = make_columns(1, length, seed=seed), make_state(1)
-    row = [x[0] for x in columns.all()]
-    outputs, _ = oracle.sequence(state[0], *row, length)
-    batch = len(live)
-    repeated = columns.map(lambda x: np.repeat(x, batch, axis=0))
-    repeated = poisoned(repeated, live, "nan")
-    actual, moved = jit_prefill(*repeated.all(), np.repeat(state, batch, axis=0), ints(live))
-    for b, count in enumerate(live):
-        expected = np.where(np.arange(length)[:, None, None] < count, outputs, 0.0)
-        assert_close(actual[b], expected, FP32_CHAIN)
-        assert not np.asarray(actual)[b, count:].any()
-    trajectory = [state[0].astype(np.float64)]
-    for t in range(length):
-        trajectory.append(oracle.step(trajectory[-1], row[1][t], row[2][t], row[3][t]))
-    assert_close(moved, np.stack([trajectory[count] for count in live]), FP32_CHAIN)
-
-
-def test_prefill_follows_the_recurrence_at_every_live_count():
-    assert_prefill_follows_the_recurrence(70, list(range(71)))
-
-
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129])
-def test_prefill_follows_the_recurrence_at_chunk_edges(length):
-    assert module.CHUNK == 64
-    assert_prefill_follows_the_recurrence(length, sorted({0, 1, length - 1, length}), seed=length)
-
-
-@pytest.mark.parametrize("length", range(1, 14))
-def test_prefill_follows_the_recurrence_for_short_chunks(length, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 4)
-    columns, state = make_columns(2, length, seed=length), make_state(2)
-    live = ints([length, length // 2])
-    actual, moved = jax.jit(lambda *x: gated_delta_prefill(*x))(*columns.all(), state, live)
-    for b in range(2):
-        row = [x[b] for x in columns.all()]
-        outputs, final = oracle.sequence(state[b], *row, live[b])
-        assert_close(actual[b], outputs, FP32_CHAIN)
-        assert_close(moved[b], final, FP32_CHAIN)
-
-
-@pytest.mark.parametrize("rate", [0.0, 1e-3, 5.0, 60.0])
-def test_prefill_follows_the_recurrence_for_weak_and_strong_decay(rate):
-    columns, state = make_columns(2, 70), make_state(2)
-    columns.decay[..., 0] = -rate
-    actual, moved = jit_prefill(*columns.all(), state, ints([70, 67]))
-    for b, live in enumerate((70, 67)):
-        row = [x[b] for x in columns.all()]
-        outputs, final = oracle.sequence(state[b], *row, live)
-        assert_close(actual[b], outputs, FP32_CHAIN)
-        assert_close(moved[b], final, FP32_CHAIN)
-
-
-def test_prefill_of_no_live_column_keeps_the_state():
-    columns, state = poisoned(make_columns(2, 70), [0, 0], "nan"), make_state(2)
-    outputs, moved = jit_prefill(*columns.all(), state, ints([0, 0]))
-    assert not np.asarray(outputs).any()
-    assert_same_bits(np.asarray(moved), state)
-
-
-@pytest.mark.parametrize("cut", [1, 35, 64, 69])
-def test_d10_prefill_in_two_chunks_is_prefill_in_one(cut):
-    columns, state = make_columns(2, 70), make_state(2)
-    whole, final = jit_prefill(*columns.all(), state, ints([70, 70]))
-    first, between = jit_prefill(*columns.all(), state, ints([cut, cut]))
-    rest = columns.map(lambda x: np.roll(x, -cut, axis=1))
-    second, moved = jit_prefill(*rest.all(), between, ints([70 - cut] * 2))
-    joined = np.concatenate([np.asarray(first)[:, :cut], np.asarray(second)[:, : 70 - cut]], axis=1)
-    assert_close(joined, whole, FP32_CHAIN)
-    assert_close(moved, final, FP32_CHAIN)
-
-
-def test_d9_packed_rows_are_separate():
-    columns, state, live = make_columns(3, 70), make_state(3), ints([70, 13, 64])
-    packed = jit_prefill(*columns.all(), state, live)
-    for b in range(3):
-        alone = columns.map(lambda x, at=b: x[at : at + 1])
-        single = jit_prefill(*alone.all(), state[b : b + 1], live[b : b + 1])
-        for actual, expected in zip(packed, single, strict=True):
-            assert_close(actual[b : b + 1], expected, FP32_CHAIN)
-
-
 # --- refused calls -----------------------------------------------------------------------------
 
 
@@ -302,7 +203,7 @@ def test_wrong_calls_are_refused():
     with pytest.raises(ValueError, match="recurrent: expected"):
         fold_records(columns, state.swapaxes(2, 3), [1, 1])
     with pytest.raises(ValueError, match="recurrent: expected"):
-        jit_prefill(*columns.all(), state[:, :5], ints([1, 1]))
+        prefill(columns, state[:, :5], [1, 1])
     with pytest.raises(ValueError, match="decay: expected"):
         fold_records(dataclasses.replace(columns, decay=columns.decay[..., 0]), state, [1, 1])
     with pytest.raises(ValueError, match="implementation: expected"):
@@ -310,3 +211,5 @@ def test_wrong_calls_are_refused():
     narrow = dataclasses.replace(columns, value=columns.value[..., :5])
     with pytest.raises(NotImplementedError, match="gated_delta_rule"):
         fold_records(narrow, state[:, :, :5], [1, 1], form="interpret")
+    with pytest.raises(NotImplementedError, match="gated_delta_prefill: .* value 5"):
+        prefill(narrow, state[:, :, :5], [1, 1], form="interpret")

@@ -111,6 +111,21 @@ def fold(batch, width, key_heads, value_heads, dim):
     )
 
 
+def delta_prefill(batch, tokens, key_heads, value_heads, key_dim, value_dim, dtype=BF16):
+    keys = shape(batch, tokens, key_heads, key_dim, dtype=dtype)
+    return KernelCase(
+        name=f"gated_delta_prefill B={batch} T={tokens} {value_heads} of {key_dim} x {value_dim} "
+             f"{dtype.__name__}",
+        fn=functools.partial(gated_delta_rule.gated_delta_prefill, implementation="pallas"),
+        avals=(
+            keys, keys, shape(batch, tokens, value_heads, value_dim, dtype=dtype),
+            shape(batch, tokens, value_heads, 2, dtype=F32),
+            shape(batch, value_heads, value_dim, key_dim, dtype=F32), shape(batch, dtype=I32),
+        ),
+        kernels=("gated_delta_solve", "gated_delta_prefill"),
+    )
+
+
 def delta_block(batch, width, key_heads, value_heads, dim, *, own_gates, dtype=BF16):
     channels, wide = (2 * key_heads + value_heads) * dim, value_heads * dim
     gates = 2 * value_heads
@@ -308,6 +323,8 @@ CASES = (
     delta(1, 8, 16, 48, 128, chain=True), delta(8, 16, 16, 32, 128, chain=True),
     delta(1, 16, 16, 48, 128, chain=False), delta(2, 5, 1, 3, 16, chain=True),
     fold(1, 8, 16, 48, 128), fold(8, 16, 16, 32, 128), fold(2, 5, 1, 3, 16),
+    delta_prefill(1, 1024, 16, 48, 128, 128), delta_prefill(8, 1024, 16, 32, 128, 128),
+    delta_prefill(3, 130, 1, 3, 16, 32), delta_prefill(2, 65, 2, 4, 128, 16, F32),
     delta_block(1, 8, 16, 48, 128, own_gates=True),
     delta_block(8, 16, 16, 32, 128, own_gates=False),
     delta_block(3, 5, 1, 3, 16, own_gates=True, dtype=F32),
