@@ -18,17 +18,35 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, gpu_call, is_power_of_two, shared
+from dflash_jax.pallas.common import (
+    WHOLE,
+    broadcast,
+    gpu_call,
+    is_power_of_two,
+    load,
+    shared,
+    store,
+)
 
 _L2_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows of the state a program holds, and its warps."""
+    """Rows of the state a program holds, its warps, and columns whose records it loads together."""
 
     value_dim: int = 16
     num_warps: int = 4
+    columns: int = 8
+
+    @classmethod
+    def of(cls, interpret: bool) -> "Tiles":
+        """In interpret mode one column at a time: XLA rounds each copy of a step in its own way."""
+        return cls(columns=1) if interpret else cls()
+
+    def group(self, columns: int) -> int:
+        """Columns of each of equally large groups."""
+        return pl.cdiv(columns, pl.cdiv(columns, self.columns))
 
 
 def supports(key_dim: int, value_dim: int) -> bool:
@@ -45,9 +63,9 @@ def verify(query, key, value, decay, recurrent, slot, parent, live, *, interpret
     Returns:
       [B, W, Hv, Dv] fp32; columns >= live are exactly zero.
     """
-    tiles = tiles or Tiles()
+    tiles = tiles or Tiles.of(interpret)
     batch, columns, value_heads, value_dim = value.shape
-    rows = min(tiles.value_dim, value_dim)
+    rows, group = min(tiles.value_dim, value_dim), tiles.group(columns)
     trail = () if parent is None else _trails(parent)
 
     def kernel(query, key, value, decay, pool, slot, live, *rest):
@@ -60,18 +78,38 @@ def verify(query, key, value, decay, recurrent, slot, parent, live, *, interpret
         def advance(state, index):
             return _step(state, row, index, head, place, key, value, decay)
 
-        def column(index, state):
-            state = _along(trail, row, index, committed, state, advance)
-            out[row, index, head, place] = _read(state, query, row, index, head, value_heads)
+        def read(state, index):
+            return _read(state, query, row, index, head, value_heads)
+
+        def several(number, state):
+            """A few columns of a chain: nothing is stored before all of them are loaded."""
+            results = []
+            for offset in range(group):
+                index = number * group + offset
+                there = jnp.minimum(index, columns - 1)
+                moved = advance(state, there)
+                result = jnp.where(index < count, read(moved, there), 0.0)
+                state = jnp.where(index < count, moved, state)
+                results.append((index, result))
+            for index, result in results:
+                at = out.at[broadcast(row, index, head, part * rows + jnp.arange(rows))]
+                store(at, result, mask=jnp.broadcast_to(index < columns, result.shape))
             return state
 
-        lax.fori_loop(0, count, column, committed)
+        def column(index, state):
+            state = _along(trail, row, index, committed, state, advance)
+            out[row, index, head, place] = read(state, index)
+            return state
 
         def blank(index, carry):
             out[row, index, head, place] = jnp.zeros((rows,), jnp.float32)
             return carry
 
-        lax.fori_loop(count, columns, blank, 0)
+        if trail:
+            lax.fori_loop(0, count, column, committed)
+            lax.fori_loop(count, columns, blank, 0)
+        else:
+            _groups(several, pl.cdiv(columns, group), committed)
 
     operands = (query, key, value, decay, recurrent, slot, live, *trail)
     return gpu_call(
@@ -107,15 +145,20 @@ def _trails(parent):
 
 
 def _along(trail, row, index, committed, state, advance):
-    """The state of a column from that of the column before it."""
-    if not trail:
-        return advance(state, index)
+    """The state of a column of a tree from that of the column before it."""
     path, begin, length = trail
     first = begin[row, index]
     state = jnp.where(first == 0, committed, state)
     return lax.fori_loop(
         first, length[row, index], lambda i, state: advance(state, path[row, index, i]), state
     )
+
+
+def _groups(body, count, state):
+    """`body` for groups 0..count-1 of columns; a single one needs no loop."""
+    if isinstance(count, int) and count == 1:
+        return body(0, state)
+    return lax.fori_loop(0, count, body, state)
 
 
 @shared("interpret", "tiles")
@@ -128,9 +171,9 @@ def fold(key, value, decay, recurrent, path, read_slot, write_slot, count, *, in
     Returns:
       the pool; donate it in the enclosing jit, or a copy is made first.
     """
-    tiles = tiles or Tiles()
-    batch, _, value_heads, value_dim = value.shape
-    rows = min(tiles.value_dim, value_dim)
+    tiles = tiles or Tiles.of(interpret)
+    batch, columns, value_heads, value_dim = value.shape
+    rows, group = min(tiles.value_dim, value_dim), tiles.group(columns)
     slots = recurrent.shape[0]
 
     def kernel(key, value, decay, pool, path, read_slot, write_slot, count, out):
@@ -140,12 +183,18 @@ def fold(key, value, decay, recurrent, path, read_slot, write_slot, count, *, in
 
         @pl.when((steps > 0) & (target < slots))
         def _():
+            def several(number, state):
+                for offset in range(group):
+                    index = number * group + offset
+                    record = path[row, jnp.minimum(index, columns - 1)]
+                    record = jnp.clip(record, 0, columns - 1)  # past the count it says nothing
+                    moved = _step(state, row, record, head, place, key, value, decay)
+                    state = jnp.where(index < steps, moved, state)
+                return state
+
             state = pool[jnp.minimum(read_slot[row], slots - 1), head, place, :]
-
-            def column(index, state):
-                return _step(state, row, path[row, index], head, place, key, value, decay)
-
-            out[target, head, place, :] = lax.fori_loop(0, steps, column, state)
+            groups = 1 if group == columns else pl.cdiv(steps, group)
+            out[target, head, place, :] = _groups(several, groups, state)
 
     return gpu_call(
         kernel,
@@ -162,23 +211,27 @@ def fold(key, value, decay, recurrent, path, read_slot, write_slot, count, *, in
 
 def _step(state, row, index, head, place, key, value, decay):
     """M <- alpha M + beta (v - alpha M k) k^T for a [rows, Dk] piece of M."""
-    k = _unit(key[row, index, _key_head(head, key, value), :])
+    k = _unit(key, row, index, _key_head(head, key, value), state)
     v = value[row, index, head, place].astype(jnp.float32)
     alpha, beta = jnp.exp(decay[row, index, head, 0]), decay[row, index, head, 1]
     decayed = alpha * state
-    delta = beta * (v - jnp.sum(decayed * k[None, :], axis=1))
-    return decayed + delta[:, None] * k[None, :]
+    delta = beta * (v - jnp.sum(decayed * k, axis=1))
+    return decayed + delta[:, None] * k
 
 
 def _read(state, query, row, index, head, value_heads):
-    q = _unit(query[row, index, head // (value_heads // query.shape[2]), :])
-    return jnp.sum(state * q[None, :], axis=1) * state.shape[1] ** -0.5
+    q = _unit(query, row, index, head // (value_heads // query.shape[2]), state)
+    return jnp.sum(state * q, axis=1) * state.shape[1] ** -0.5
 
 
 def _key_head(head, key, value):
     return head // (value.shape[2] // key.shape[2])
 
 
-def _unit(x):
-    wide = x.astype(jnp.float32)
-    return wide * lax.rsqrt(jnp.sum(wide * wide) + _L2_EPS)
+def _unit(vectors, row, index, head, state):
+    """A unit vector, the same in every row of a tile like the state's: no thread waits for another
+    warp's share of it."""
+    depth = jnp.arange(state.shape[1], dtype=jnp.int32)[None, :]
+    same = jnp.zeros((state.shape[0], 1), jnp.int32)
+    wide = load(vectors.at[broadcast(row, index, head, depth + same)]).astype(jnp.float32)
+    return wide * lax.rsqrt(jnp.sum(wide * wide, axis=1) + _L2_EPS)[:, None]
