@@ -79,13 +79,12 @@ def gated_delta_block(
       slot:       [B] int32, state of each row; an idle row has slot >= slots.
       parent, live, chain: as in `gated_delta_verify`.
       key_heads:  Hk. eps: of the norm. Static.
-      implementation: "xla", "pallas", "interpret" or "auto". Static. The kernel takes chains; trees
-        have one for the recurrence alone (`gated_delta_verify`). "auto" takes it on a GPU if W > 1.
+      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernels. Static. Trees
+        have a kernel for the recurrence alone (`gated_delta_verify`).
     Returns:
-      output [B, W, Hv * Dv] in conv's dtype, of columns below live; and `DeltaInputs` with what the
-      fold needs (query is None from the kernel); its columns >= live hold anything.
-    Numeric: rounded to conv's dtype where contracts 6.3.4 says so, else fp32. The kernel solves the
-      chain as the prefill's chunks do, so outputs and the fold's states agree to fp32 rounding.
+      output [B, W, Hv * Dv] in conv's dtype, of columns below live; and `DeltaInputs`, whose
+      columns >= live hold anything.
+    Numeric: rounded to conv's dtype where contracts 6.3.4 says so, else fp32.
     Effects: none. Columns >= live may hold anything and never reach columns below.
     Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 6.3.4, 6.3.5.
@@ -101,31 +100,34 @@ def gated_delta_block(
             f"projected: expected {expected} rows of which {channels} are convolved, got "
             f"{projected.shape[-1]} and {conv.shape[-1]}"
         )
-    sizes = projected.shape[1], taps.shape[1], key_dim, value_dim
-    form = _choose(implementation, *sizes) if chain else "xla"
+    sizes = kernel.Sizes(
+        width=projected.shape[1], key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
+        value_dim=value_dim, taps=taps.shape[1],
+    )
+    form = _choose(implementation, sizes) if chain else "xla"
+    gate_rows, first_gate = (projected, wide) if own else (gates, 0)
     if form != "xla":
-        mixed, key, value, decay, conv_input = kernel.block(
-            projected, projected if own else gates, wide if own else 0, conv, taps, a_log, dt_bias,
-            recurrent, slot, live, key_heads=key_heads, interpret=form == "interpret",
-        )
-        inputs = DeltaInputs(query=None, key=key, value=value, decay=decay, conv_input=conv_input)
+        inputs = DeltaInputs(*kernel.inputs(
+            projected, gate_rows, first_gate, conv, taps, a_log, dt_bias, slot, sizes=sizes,
+            interpret=form == "interpret",
+        ))
     else:
         inputs = gated_delta_inputs(
-            projected, projected[..., wide:] if own else gates, conv[jnp.minimum(slot, slots - 1)],
-            taps, a_log, dt_bias, parent, key_heads=key_heads, heads=heads, chain=chain,
+            projected, gate_rows[..., first_gate:], conv[jnp.minimum(slot, slots - 1)], taps, a_log,
+            dt_bias, parent, key_heads=key_heads, heads=heads, chain=chain,
         )
-        mixed = gated_delta_verify(
-            inputs.query, inputs.key, inputs.value, inputs.decay, recurrent, slot, parent, live,
-            chain=chain, implementation=implementation,
-        )
+    mixed = gated_delta_verify(
+        inputs.query, inputs.key, inputs.value, inputs.decay, recurrent, slot, parent, live,
+        chain=chain, implementation=implementation,
+    )
     return close_heads(mixed, projected[..., channels:wide], weight, eps, conv.dtype), inputs
 
 
-def _choose(implementation: str, width: int, taps: int, key_dim: int, value_dim: int) -> str:
-    lacking = None if kernel.supports(width, taps, key_dim, value_dim) else (
-        f"blocks of at most {kernel.MAX_WIDTH} columns, two taps or more and power-of-two heads of "
-        f"at least 16, got width {width}, taps {taps}, key {key_dim}, value {value_dim}"
+def _choose(implementation: str, sizes: kernel.Sizes) -> str:
+    fits = kernel.supports(sizes.width, sizes.taps, sizes.keys, sizes.values)
+    lacking = None if fits else (
+        f"blocks of at most {kernel.MAX_WIDTH} columns, two taps or more, and keys and values in "
+        f"multiples of 16 channels; got width {sizes.width}, taps {sizes.taps}, keys {sizes.keys}, "
+        f"values {sizes.values}"
     )
-    # One column alone costs the kernel as much as eight do; the recurrence's own kernel less.
-    auto = "pallas" if width > 1 else "xla"
-    return choose_form("gated_delta_block", implementation, lacking, auto_gpu=auto)
+    return choose_form("gated_delta_block", implementation, lacking, auto_gpu="pallas")

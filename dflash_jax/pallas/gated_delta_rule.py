@@ -40,9 +40,11 @@ class Tiles:
     columns: int = 8
 
     @classmethod
-    def of(cls, interpret: bool) -> "Tiles":
-        """In interpret mode one column at a time: XLA rounds each copy of a step in its own way."""
-        return cls(columns=1) if interpret else cls()
+    def of(cls, columns: int, interpret: bool) -> "Tiles":
+        """In interpret mode one column at a time: XLA rounds each copy of a step in its own way.
+
+        More than eight columns make a loop, which would spill registers with large groups."""
+        return cls(columns=1 if interpret else 8 if columns <= 8 else 4)
 
     def group(self, columns: int) -> int:
         """Columns of each of equally large groups."""
@@ -63,8 +65,8 @@ def verify(query, key, value, decay, recurrent, slot, parent, live, *, interpret
     Returns:
       [B, W, Hv, Dv] fp32; columns >= live are exactly zero.
     """
-    tiles = tiles or Tiles.of(interpret)
     batch, columns, value_heads, value_dim = value.shape
+    tiles = tiles or Tiles.of(columns, interpret)
     rows, group = min(tiles.value_dim, value_dim), tiles.group(columns)
     trail = () if parent is None else _trails(parent)
 
@@ -171,8 +173,8 @@ def fold(key, value, decay, recurrent, path, read_slot, write_slot, count, *, in
     Returns:
       the pool; donate it in the enclosing jit, or a copy is made first.
     """
-    tiles = tiles or Tiles.of(interpret)
     batch, columns, value_heads, value_dim = value.shape
+    tiles = tiles or Tiles.of(columns, interpret)
     rows, group = min(tiles.value_dim, value_dim), tiles.group(columns)
     slots = recurrent.shape[0]
 

@@ -148,7 +148,7 @@ def delta_block(batch, width, key_heads, value_heads, dim, *, own_gates, dtype=B
             shape(dim, dtype=F32), shape(batch + 1, value_heads, dim, dim, dtype=F32), rows,
             shape(batch, width, dtype=I32), rows,
         ),
-        kernels=("gated_delta_block",),
+        kernels=("gated_delta_inputs", "gated_delta_verify"),
     )
 
 
