@@ -5,10 +5,11 @@
     python scripts/make_tiny_pair.py --measure DIR
 
 writes DIR/target, DIR/dflash, DIR/dflash2 (Hugging Face folders), DIR/MODEL_CARD.md,
-DIR/report.json and DIR/held_out_prompts.json. Budgets are steps or, where given, seconds. What is
-finished is written before the next stage starts. `--prepare DIR2` writes only the tokenizer and the
-encoded corpus, `--prepared DIR2` starts from them. `--measure` reads the folders of a finished run
-and rewrites the figures of its report and card.
+DIR/report.json and DIR/held_out_prompts.json. Budgets are steps or, where given, seconds; with both
+the steps are the most there may be. What is finished is written before the next stage starts.
+`--prepare DIR2` writes only the tokenizer and the encoded corpus, `--prepared DIR2` starts from
+them. `--measure` reads the folders of a finished run and rewrites the figures of its report and
+card.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from dflash_jax.training.recipe import Recipe, pair_target, smoke_target
 from dflash_jax.training.tiny_pair import make_pair
 
 IDS = 1016
+MOST_STEPS = 20_000  # of a budget in seconds
 SMOKE = {
     "target_batch": 4, "target_length": 64, "prompt": 16, "new_tokens": 48, "sequences": 32,
     "temperatures": (0.0, 1.0), "capture_batch": 32, "draft_batch": 4, "blocks": 4,
@@ -39,14 +41,19 @@ SMOKE = {
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
     """The recipe with the command line's budgets and seed."""
     smoke = arguments.smoke
+
+    def steps(given: int | None, seconds: float | None, default: int) -> int:
+        return given or (MOST_STEPS if seconds else 20 if smoke else default)
+
     target = FitConfig(
-        steps=arguments.target_steps or (20 if smoke else 6000), seconds=arguments.target_seconds,
+        steps=steps(arguments.target_steps, arguments.target_seconds, 6000),
+        seconds=arguments.target_seconds,
         learning_rate=3e-3, warmup_steps=200, seed=arguments.seed,
         log_every=10 if smoke else 50, save_every=arguments.save_every,
     )
     draft = dataclasses.replace(
-        target, steps=arguments.draft_steps or (20 if smoke else 4000), warmup_steps=100,
-        seconds=arguments.draft_seconds, learning_rate=2e-3, weight_decay=0.05,
+        target, steps=steps(arguments.draft_steps, arguments.draft_seconds, 4000),
+        seconds=arguments.draft_seconds, warmup_steps=100, learning_rate=2e-3, weight_decay=0.05,
         seed=arguments.seed + 1,
     )
     sizes = SMOKE if smoke else {}
@@ -61,9 +68,10 @@ def corpus_of(arguments: argparse.Namespace) -> Prepared:
     return prepare(documents, IDS)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = options.add_argument
     add("--out", type=Path, help="folder to write into")
     add("--seed", type=int, default=0)
     add("--text", type=Path, help="folder of .py files instead of the standard library")
@@ -77,7 +85,11 @@ def main() -> int:
     add("--save-every", type=int, default=0, metavar="N", help="steps between resume points")
     add("--compile-cache", type=Path, metavar="DIR", help="compile ahead, into this folder")
     add("--smoke", action="store_true", help="tiny models and batches, for a CPU")
-    arguments = parser.parse_args()
+    return options
+
+
+def main() -> int:
+    arguments = parser().parse_args()
     try:
         if arguments.measure:
             show(measure_folders(arguments.measure))
