@@ -3,13 +3,15 @@
     python scripts/make_tiny_pair.py --out DIR [--seed 0] [--smoke]
     python scripts/make_tiny_pair.py --out DIR --target-seconds 100 --draft-seconds 55   # a GPU
     python scripts/make_tiny_pair.py --measure DIR
+    python scripts/make_tiny_pair.py --card DIR --retrained REPORT... [--remark TEXT]
 
 writes DIR/target, DIR/dflash, DIR/dflash2 (Hugging Face folders), DIR/MODEL_CARD.md,
 DIR/report.json and DIR/held_out_prompts.json. Budgets are steps or, where given, seconds; with both
 the steps are the most there may be. What is finished is written before the next stage starts.
 `--prepare DIR2` writes only the tokenizer and the encoded corpus, `--prepared DIR2` starts from
 them. `--measure` reads the folders of a finished run and rewrites the figures of its report and
-card.
+card. `--card` measures nothing: it writes the card of the report anew, after adding the reports of
+runs with other seeds to it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from dflash_jax.training.figures import DraftFigures, measure_folders
 from dflash_jax.training.fit import FitConfig
 from dflash_jax.training.prepared import Prepared, load_prepared, prepare, save_prepared
 from dflash_jax.training.recipe import Recipe, pair_target, smoke_target
+from dflash_jax.training.retrained import add_retrained
 from dflash_jax.training.tiny_pair import make_pair
 
 IDS = 1016
@@ -78,6 +81,10 @@ def parser() -> argparse.ArgumentParser:
     add("--prepare", type=Path, metavar="DIR", help="only encode the corpus, into this folder")
     add("--prepared", type=Path, metavar="DIR", help="a folder that --prepare wrote")
     add("--measure", type=Path, metavar="DIR", help="only measure the drafts of a finished run")
+    add("--card", type=Path, metavar="DIR", help="only write the card of a finished run anew")
+    add("--retrained", type=Path, nargs="+", metavar="REPORT",
+        help="with --card: report.json of runs of the same recipe with other seeds, to be added")
+    add("--remark", metavar="TEXT", help="with --card: stands under the table of these runs")
     add("--target-steps", type=int, metavar="N")
     add("--draft-steps", type=int, metavar="N")
     add("--target-seconds", type=float, metavar="S", help="ends the target's training in time")
@@ -91,6 +98,12 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = parser().parse_args()
     try:
+        if arguments.card:
+            add_retrained(arguments.card, arguments.retrained or (), arguments.remark)
+            return 0
+        for name in ("retrained", "remark"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--{name}: expected --card with it, got none")
         if arguments.measure:
             show(measure_folders(arguments.measure))
             return 0
