@@ -110,8 +110,9 @@ def measure_folders(folder: Path) -> dict[str, DraftFigures]:
 
 def write_report(folder: Path, report: dict) -> None:
     """report.json and the model card of a finished pair."""
+    card = model_card(report)
     write_text(folder / REPORT, json.dumps(report) + "\n")
-    write_text(folder / CARD, model_card(report))
+    write_text(folder / CARD, card)
 
 
 def read_prompts(file: Path) -> list[list[int]]:

@@ -1,12 +1,15 @@
 """The recipe's script from end to end; fitting and measuring, which have tests, are stand-ins."""
 
+import dataclasses
 import json
+import shlex
 import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.assets import tiny_pair_path
 from dflash_jax.training import figures, tiny_pair
 from dflash_jax.training.agreement import Agreement
 from dflash_jax.training.card import CARD
@@ -75,6 +78,13 @@ def test_folders_report_and_card_are_written(made):
     card = (out / CARD).read_text("utf-8")
     assert "python scripts/make_tiny_pair.py --out" in card
     assert "| **2.500 [1.500, 3.500]** |" in card
+
+
+def test_the_shipped_command_has_the_shipped_recipe(monkeypatch):
+    report = json.loads(tiny_pair_path(REPORT).read_text("utf-8"))
+    monkeypatch.setattr(sys, "argv", shlex.split(report["command"])[1:])
+    recipe = make_tiny_pair.recipe_of(make_tiny_pair.parser().parse_args())
+    assert json.loads(json.dumps(dataclasses.asdict(recipe))) == report["recipe"]
 
 
 def test_another_seed_is_judged_by_the_same_held_out_prompts(made, tmp_path):
