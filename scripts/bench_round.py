@@ -29,7 +29,7 @@ import numpy as np
 from dflash_jax import config
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
 from dflash_jax.state.decode import DecodeState, Rows
-from dflash_jax.state.scratch import RoundScratch
+from dflash_jax.state.scratch import Acceptance
 from dflash_jax.steps import (
     Admission,
     Models,
@@ -163,7 +163,6 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
         result.setdefault("prefill compile", result["prefill chunk"])
     state, _ = first_token(models, params, state, rows, sampling)
 
-    force = jax.jit(_force)
     extent_of = jax.jit(lambda sequence: models.extent(sequence.gather(rows.lane)))
     schedule = [jnp.int32(min(accepted, run.draft_tokens)) for accepted in accepted_counts(args)]
 
@@ -171,8 +170,9 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
         state, scratch = speculate(
             models, params, state, rows, sampling, extent_of(state.sequence)
         )
-        scratch, committed = force(scratch, accepted)
-        return commit(models, state, rows, scratch, committed)
+        forced = _forced(scratch.acceptance, scratch.proposal.tokens, accepted)
+        scratch = scratch.replace(acceptance=forced)
+        return commit(models, state, rows, scratch, forced.licensed)
 
     began = time.perf_counter()
     state = jax.block_until_ready(one_round(state, schedule[0]))
@@ -259,16 +259,15 @@ def _admission(models: Models) -> Admission:
     )
 
 
-def _force(scratch: RoundScratch, accepted):
-    """The scratch as if `accepted` proposals had matched; nothing else of the round changes."""
-    tokens, acceptance = scratch.proposal.tokens, scratch.acceptance
+@jax.jit
+def _forced(acceptance: Acceptance, tokens, accepted) -> Acceptance:
+    """The acceptance as if `accepted` proposals had matched; it alone, the rest is not copied."""
     column = jnp.arange(tokens.shape[1])[None, :]
     following = jnp.roll(tokens, -1, axis=1)
     outputs = jnp.where(column < accepted, following, acceptance.outputs[:, :1])
     committed = jnp.full(acceptance.licensed.shape, accepted + 1, jnp.int32)
     outputs = jnp.where(column <= accepted, outputs, 0)
-    forced = acceptance.replace(accepted=committed - 1, licensed=committed, outputs=outputs)
-    return scratch.replace(acceptance=forced), committed
+    return acceptance.replace(accepted=committed - 1, licensed=committed, outputs=outputs)
 
 
 def _report(name, result, target, draft, models, args, bandwidth) -> None:

@@ -66,7 +66,7 @@ def store_context(
       start, count: [B] int32.
       paged:  per layer, True for pages and False for a ring. Static.
       eps, theta, rounded: as in `context_kv_materialize`. Static.
-      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
+      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static.
     Returns:
       stores with the addressed rows replaced; every other byte is unchanged.
     Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
@@ -81,7 +81,7 @@ def store_context(
     if width != layers * 2 * kv_heads * dim:
         raise ValueError(f"projected: expected {layers * 2 * kv_heads * dim} rows, got {width}")
     lacking = None if kernel.supports(dim) else f"heads of a power of two, got {dim}"
-    form = choose_form("context_kv_materialize", implementation, lacking)
+    form = choose_form("context_kv_materialize", implementation, lacking, auto_gpu="pallas")
     if form != "xla":
         return kernel.store(
             projected, key_norm, jnp.asarray(turn_fractions(dim, theta).view("int32")), stores,

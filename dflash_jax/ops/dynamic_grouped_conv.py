@@ -38,7 +38,7 @@ def prepare(x, norm_weight, base, projection, *, eps, out_dtype, implementation=
       projection:  [2*taps*H/G, H] bf16 or fp32; row (side*taps + tap)*H/G + group.
       eps:         Python float.
       out_dtype:   dtype of the two results.
-      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
+      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static.
     Returns:
       Prepared.
     Numeric: n and the increments of side 0 are never rounded; prepared and finish_delta once.
@@ -140,7 +140,7 @@ def apply_taps(x, base, delta):
 def _form(block, implementation: str) -> str:
     width = block.shape[1]
     lacking = None if kernel.supports(width) else f"1..{kernel.MAX_WIDTH} columns, got {width}"
-    return choose_form("dynamic_grouped_conv", implementation, lacking)
+    return choose_form("dynamic_grouped_conv", implementation, lacking, auto_gpu="pallas")
 
 
 def _check_rows(projection, taps: int):

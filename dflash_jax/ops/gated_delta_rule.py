@@ -118,7 +118,7 @@ def gated_delta_prefill(
 
     Args: as in `gated_delta_verify` with T columns, any T >= 1, but
       recurrent: [B, Hv, Dv, Dk] fp32, the state of each row itself.
-      implementation: "xla", "pallas", "interpret" or "auto", which is XLA's form. Static.
+      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernels. Static.
     Returns:
       outputs [B, T, Hv, Dv] fp32 (columns >= live are exactly zero) and the state after `live`
       columns, [B, Hv, Dv, Dk] fp32; a row with live = 0 keeps its state bit for bit.
@@ -261,7 +261,7 @@ def _choose_prefill(implementation: str, key, value) -> str:
     lacking = None if prefill_kernels.supports(key_dim, value_dim) else (
         f"power-of-two heads of 16 to 128, got key {key_dim}, value {value_dim}"
     )
-    return choose_form("gated_delta_prefill", implementation, lacking)
+    return choose_form("gated_delta_prefill", implementation, lacking, auto_gpu="pallas")
 
 
 def _check(key, value, decay, recurrent) -> None:

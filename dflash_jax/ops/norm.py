@@ -50,7 +50,7 @@ def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
       weight: [N] float.
       eps:    Python float.
       offset: True for `offset_rmsnorm`, False for `plain_rmsnorm`. Static.
-      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
+      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static.
         The kernel has no gradient.
     Returns:
       x + branch and its norm, both [..., N] in x's dtype.
@@ -64,7 +64,7 @@ def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
     _factor(x, weight)
     width = x.shape[-1]
     lacking = None if kernel.supports(width) else f"1..{kernel.MAX_WIDTH} entries, got {width}"
-    form = choose_form("add_rmsnorm", implementation, lacking)
+    form = choose_form("add_rmsnorm", implementation, lacking, auto_gpu="pallas")
     if form != "xla":
         return kernel.add_rmsnorm(
             x, branch, weight, eps=eps, offset=offset, interpret=form == "interpret"

@@ -40,7 +40,7 @@ def norm_rope(
       mrope:     None for `rope_1d`, or (rotary_dim, mrope_section) of `mrope_partial`. Static.
       rounded:   DFlash: normed heads are rounded to dtypes[0] before they turn. Static.
       dtypes:    of query and gate, of key, and of value. Static.
-      implementation: "xla", "pallas", "interpret" or "auto", which is "xla". Static.
+      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static.
         The kernel has no gradient.
     Returns:
       `Heads`.
@@ -61,7 +61,7 @@ def norm_rope(
     lacking = None if kernel.supports(rotary_dim) else (
         f"a power of two of rotated pairs, got {rotary_dim // 2}"
     )
-    form = choose_form("norm_rope", implementation, lacking)
+    form = choose_form("norm_rope", implementation, lacking, auto_gpu="pallas")
     if form == "xla":
         made = _composed(projected, (query_norm, key_norm), positions, theta, parts, rule)
     else:

@@ -49,8 +49,13 @@ class Tiles:
 
     value_dim: int = 32
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 3
     solve_warps: int = 4
+
+    @classmethod
+    def of(cls, dtype) -> "Tiles":
+        """Wider inputs have two 16-bit halves in shared memory: half the rows, two blocks."""
+        return cls() if dtype == jnp.bfloat16 else cls(value_dim=16, num_stages=2)
 
 
 def supports(key_dim: int, value_dim: int) -> bool:
@@ -65,7 +70,7 @@ def prefill(query, key, value, decay, recurrent, live, *, interpret, tiles=None)
     Args: as in the op. Columns >= live may hold anything.
     """
     # fp32 comes in two parts: with more state rows it would spill registers.
-    tiles = tiles or Tiles(value_dim=32 if key.dtype == jnp.bfloat16 else 16)
+    tiles = tiles or Tiles.of(key.dtype)
     query, key, value = (jnp.stack(_parts(x)) for x in (query, key, value))
     solved = _solve(query, key, decay, live, interpret, tiles)
     return _walk(query, key, value, recurrent, live, solved, interpret, tiles)

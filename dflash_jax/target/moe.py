@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import lax
 
 from dflash_jax.config import DtypePolicy, TargetConfig
 from dflash_jax.layers import FP8, FusedLinear, SwiGlu, matrix_init, scale_init, scale_shape
@@ -43,7 +44,9 @@ class SparseMoe(nn.Module):
             tokens, routing, self.gate_up, self.down, jnp.float32,
             scales=(self.gate_up_scale, self.down_scale), implementation=implementation,
         )
-        shared = self.shared(tokens, jnp.float32, implementation)
+        # Apart: XLA would join the router's product with this one, and their matrices every time.
+        apart = lax.optimization_barrier(tokens)
+        shared = self.shared(apart, jnp.float32, implementation)
         shared = shared * jax.nn.sigmoid(scores["shared"])
         return (routed + shared).astype(dtype).reshape(x.shape)
 
