@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 
 from dflash_jax.pallas.common import (
     WHOLE,
+    broadcast,
     dot,
     gpu_call,
     load,
@@ -95,40 +96,29 @@ def _kernel(
 
     def kernel(x, weights, scale, parts):
         share = pl.program_id(1)
-        row = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
-        token = jnp.arange(padded, dtype=jnp.int32)
+        own = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+        every = jnp.arange(padded, dtype=jnp.int32)
+        # Rows past the last are read as the last one and not stored: no load has a mask.
+        row, token = jnp.minimum(own, out - 1), jnp.minimum(every, tokens - 1)
         place = jnp.arange(tiles.step, dtype=jnp.int32)
-        known, live = row < out, token < tokens
 
         def factor_of(first):
             column = jnp.minimum(first, inner - 1) // columns
-            at = scale.at[row // block_rows, jnp.broadcast_to(column, row.shape)]
-            return load(at, mask=known, other=0.0)
+            return load(scale.at[row // block_rows, jnp.broadcast_to(column, row.shape)])
 
         def step(index, carry):
             total, factor = carry
             first = (share * steps + index) * tiles.step
             ahead = factor_of(first + tiles.step)  # on its way while this step multiplies
-            values = _load(weights, row, first + place, known, exact=out % tiles.rows == 0)
-            part = _load(x, token, first + place, live, exact=tokens == padded)
-            wide = widened(values, x.dtype, interpret=interpret)
-            return total + dot(wide, part.T) * factor[:, None], ahead
+            wide = widened(load(weights.at[places(row, first + place)]), x.dtype, interpret=interpret)
+            part = load(x.at[places(token, first + place)])
+            return total + dot(part, wide.T) * factor[None, :], ahead
 
-        empty = jnp.zeros((tiles.rows, padded), jnp.float32)
+        empty = jnp.zeros((padded, tiles.rows), jnp.float32)
         start = (empty, factor_of(share * steps * tiles.step))
         total, _ = lax.fori_loop(0, steps, step, start)
-        mask = live[:, None] & known[None, :]
-        at = parts.at[(jnp.broadcast_to(share, mask.shape), *places(token, row))]
-        store(at, total.T, mask=mask)
+        at = places(every, own)
+        mask = (at[0] < tokens) & (at[1] < out)
+        store(parts.at[broadcast(share, *at)], total, mask=mask)
 
     return kernel
-
-
-def _load(ref, rows, columns, known, *, exact: bool):
-    """A rectangle of a matrix, zero in rows that are not known; `exact`: all of them are."""
-    at = ref.at[places(rows, columns)]
-    if exact:
-        return load(at)
-    mask = jnp.broadcast_to(known[:, None], (rows.shape[0], columns.shape[0]))
-    return load(at, mask=mask, other=0.0)
-
