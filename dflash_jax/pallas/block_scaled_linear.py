@@ -32,6 +32,8 @@ from dflash_jax.pallas.common import (
 from dflash_jax.pallas.tiling import PROCESSORS
 
 MAX_TOKENS = 128
+_ENOUGH = 1.8  # programs of a processor that keep its loads in flight
+_MOST_SHARES = 32  # each is written and read once more
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,25 @@ class Tiles:
 
     @classmethod
     def of(cls, tokens: int, out: int, inner: int, columns: int) -> "Tiles":
-        """For `tokens` rows of x and a matrix [out, inner]."""
-        rows, num_warps = (64, 4) if tokens <= 64 else (128, 8)
-        step = step_within(inner, (columns,), 128)
-        programs, shares = -(-out // rows), 1
-        # Enough programs to keep loads in flight on every processor, if the columns allow it.
-        while programs * shares < 3 * PROCESSORS and (inner // step) % (2 * shares) == 0:
-            shares *= 2
-        return cls(rows=rows, step=step, shares=shares, num_warps=num_warps)
+        """For `tokens` rows of x and a matrix [out, inner].
+
+        A processor holds few of these programs, so that they come in turns: the cost of a choice is
+        that of the busiest processor, in steps, two of which fill and drain a program's loads. Too
+        few programs leave memory waiting.
+        """
+        rows, step = 128 if tokens <= 64 else 64, step_within(inner, (columns,), 128)
+        tiles, steps = pl.cdiv(out, rows), inner // step
+
+        def cost(shares: int) -> float:
+            programs = tiles * shares
+            turns = pl.cdiv(programs, PROCESSORS)
+            return turns * (steps / shares + 2) * max(1.0, _ENOUGH * PROCESSORS / programs)
+
+        divisors = [n for n in range(1, min(steps, _MOST_SHARES) + 1) if steps % n == 0]
+        return cls(
+            rows=rows, step=step, shares=min(divisors, key=cost),
+            num_warps=4 if tokens <= 32 else 8,
+        )
 
 
 def supports(tokens: int, dtype, inner: int, columns: int) -> bool:
@@ -98,9 +111,10 @@ def _kernel(
         share = pl.program_id(1)
         own = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
         every = jnp.arange(padded, dtype=jnp.int32)
-        # Rows past the last are read as the last one and not stored: no load has a mask.
-        row, token = jnp.minimum(own, out - 1), jnp.minimum(every, tokens - 1)
+        row = jnp.minimum(own, out - 1)  # rows past the last repeat it and are not stored
         place = jnp.arange(tiles.step, dtype=jnp.int32)
+        # Dead rows of x are not read: all programs together read x as often as there are tiles.
+        live = places(every, place)[0] < tokens
 
         def factor_of(first):
             column = jnp.minimum(first, inner - 1) // columns
@@ -110,8 +124,9 @@ def _kernel(
             total, factor = carry
             first = (share * steps + index) * tiles.step
             ahead = factor_of(first + tiles.step)  # on its way while this step multiplies
-            wide = widened(load(weights.at[places(row, first + place)]), x.dtype, interpret=interpret)
-            part = load(x.at[places(token, first + place)])
+            values = load(weights.at[places(row, first + place)])
+            wide = widened(values, x.dtype, interpret=interpret)
+            part = load(x.at[places(every, first + place)], mask=live, other=0.0)
             return total + dot(part, wide.T) * factor[None, :], ahead
 
         empty = jnp.zeros((padded, tiles.rows), jnp.float32)
