@@ -139,7 +139,8 @@ class DeviceBatch:
         """Adopts the first N columns of the last round; rows without an entry keep nothing."""
         scratch = self._scratch[self._round.run.tree_nodes]
         self._state = commit(
-            self._round, self._state, self._rows, scratch, self._counts(committed)
+            self._round, self._state, self._rows, scratch,
+            by_row(committed, self._models.run.batch),
         )
 
     def advance(self, committed: Mapping[int, int]) -> None:
@@ -147,15 +148,9 @@ class DeviceBatch:
         nodes = self._round.run.tree_nodes
         self._state, self._scratch[nodes], self._summary = advance(
             self._round, self._params, self._state, self._rows, self._sampling,
-            self._scratch[nodes], self._counts(committed),
+            self._scratch[nodes], by_row(committed, self._models.run.batch),
         )
         self._summary.copy_to_host_async()  # so that it is here as soon as it is there
-
-    def _counts(self, committed: Mapping[int, int]) -> np.ndarray:
-        counts = np.zeros((self._models.run.batch,), np.int32)
-        for row, count in committed.items():
-            counts[row] = count
-        return counts
 
     def _rows_of(self, live: Sequence[int]) -> Rows:
         if self._live != tuple(live):
@@ -181,3 +176,11 @@ class DeviceBatch:
 def bucket(length: int, chunk: int) -> int:
     """Columns of the program that runs a chunk of ``length`` tokens: a power of two, or a chunk."""
     return min(max(1 << (length - 1).bit_length(), SMALLEST_BUCKET), chunk)
+
+
+def by_row(committed: Mapping[int, int], batch: int) -> np.ndarray:
+    """N of each row of a batch, [B] int32; rows without an entry have 0."""
+    counts = np.zeros((batch,), np.int32)
+    for row, count in committed.items():
+        counts[row] = count
+    return counts

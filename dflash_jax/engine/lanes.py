@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.engine.device import RoundResult, bucket
+from dflash_jax.engine.device import RoundResult, bucket, by_row
 from dflash_jax.engine.pools import Holding, Tail
 from dflash_jax.engine.request import Embeddings, Request
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
@@ -205,7 +205,7 @@ class Lanes:
     def commit(self, committed: Mapping[int, int]) -> None:
         """Adopts the first N columns of the round in flight; other lanes keep nothing."""
         models, rows, _ = self._flight
-        scratch, counts = self._scratch[models.run.tree_nodes], self._counts(committed)
+        scratch, counts = self._scratch[models.run.tree_nodes], by_row(committed, models.run.batch)
         self._state, self._flight, self.commits = (
             commit(models, self._state, rows, scratch, counts), None, self.commits + 1
         )
@@ -219,18 +219,12 @@ class Lanes:
         nodes, commits = models.run.tree_nodes, self.commits + (self._flight is not None)
         state, scratch, summary = advance(
             models, self._params, self._state, rows, self._sampling, self._scratch[nodes],
-            self._counts(committed),
+            by_row(committed, models.run.batch),
         )
         self._state, self._scratch[nodes], self._flight, self.commits = (
             state, scratch, (models, rows, summary), commits
         )
         summary.copy_to_host_async()  # so that it is here as soon as it is there
-
-    def _counts(self, committed: Mapping[int, int]) -> np.ndarray:
-        counts = np.zeros((self._models.run.batch,), np.int32)
-        for lane, count in committed.items():
-            counts[lane] = count
-        return counts
 
     def materialize(self, lane: int, holding: Holding) -> None:
         """Brings a lane's context up to its frontier."""
