@@ -7,11 +7,12 @@ Runs B sampled requests with text and a stop string each, on the shipped pair or
 of official geometry, and prints the median and the spread (10th to 90th percentile) of
 
 - the host's parts of a round. "decision" is the one thing between a round's result and its commit;
-  "turnaround" is all host work from the result to the next round's start, which includes handing
-  both programs to the device; "publication" happens while the device runs the next round.
+  "advance call" hands the device the one program that commits it and runs the next; "turnaround" is
+  all host work from the result to the end of that call; "accounting" and "publication" happen while
+  the device runs.
 - the device's idle time a round, from a profiler trace, by the host's part at that time. While the
   host waits for a result the gaps are those between the kernels of a program; during "decision" and
-  "commit call" the device has nothing to run, by the round's nature; in every other part any idle
+  "advance call" the device has nothing to run, by the round's nature; in every other part any idle
   time is one that it waits for host work in vain.
 
 Random weights accept next to nothing, so that a commit is as short as can be and hides the least.
@@ -43,11 +44,8 @@ from scripts.bench_round import PAIRS
 PROMPT = "def read_lines(path):\n    with open(path) as f:\n"
 SHIPPED = "shipped"
 WAITING = "waiting for the result"
-PARTS = (
-    WAITING, "decision", "commit call", "accounting", "speculate call", "turnaround",
-    "publication",
-)
-UNAVOIDABLE = ("decision", "commit call")
+PARTS = (WAITING, "decision", "advance call", "turnaround", "accounting", "publication")
+UNAVOIDABLE = ("decision", "advance call")
 WARMUP = 10
 
 
@@ -149,7 +147,7 @@ def print_idle(rounds: list[dict[str, float]]) -> None:
     needed = np.median([sum(one.get(part, 0.0) for part in UNAVOIDABLE) for one in rounds])
     vain = np.median([sum(time for part, time in one.items() if part not in known)
                       for one in rounds])
-    print(f"idle from a result to its commit {needed:.3f} ms, for other host work {vain:.3f} ms")
+    print(f"idle from result to next round {needed:.3f} ms, for other host work {vain:.3f} ms")
 
 
 def print_memory(engine: Engine) -> None:
@@ -180,8 +178,7 @@ class Clock:
         """Puts a stopwatch around the calls that make up a round."""
         lanes, self._engine = engine._lanes, engine
         lanes.result = self._timed(lanes.result, WAITING, self._mark)
-        lanes.commit = self._timed(lanes.commit, "commit call")
-        lanes.speculate = self._timed(lanes.speculate, "speculate call", self._turn)
+        lanes.advance = self._timed(lanes.advance, "advance call", self._turn)
         schedule.preview = self._timed(schedule.preview, "decision")
         schedule.account = self._timed(schedule.account, "accounting")
         schedule.publish = self._timed(schedule.publish, "publication")
@@ -193,7 +190,7 @@ class Clock:
             self._end_of_step()
 
     def _end_of_step(self) -> None:
-        """Keeps the parts if the step was a full round."""
+        """Keeps the parts if the step was a full round that went on into the next."""
         rows = self._engine._schedule.rows
         full = len(rows) == self._engine.models.run.batch and "turnaround" in self._now
         if full and all(row.decoding for row in rows.values()):
@@ -215,8 +212,7 @@ class Clock:
         self._result = time.perf_counter()
 
     def _turn(self) -> None:
-        if "decision" in self._now:
-            self._now["turnaround"] = 1e3 * (time.perf_counter() - self._result)
+        self._now["turnaround"] = 1e3 * (time.perf_counter() - self._result)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ import time
 import jax
 
 from dflash_jax.config import DraftKind, DtypePolicy, RunConfig, tiny_draft, tiny_target
-from dflash_jax.engine import device, lanes
+from dflash_jax.engine import lanes
 from dflash_jax.engine.engine import Engine
 from dflash_jax.sampling.params import SamplingParams
-from dflash_jax.steps import Models, begin, commit, images, materialize, prefill_chunk
+from dflash_jax.steps import Models, advance, begin, commit, images, materialize, prefill_chunk
 from dflash_jax.steps.init import random_params
 
 STEPS = (
-    begin, commit, materialize, prefill_chunk, device.speculate_for_host, images.resume,
+    advance, begin, commit, materialize, prefill_chunk, images.resume,
     images.read_slot, images.write_slot, images.read_pages, images.write_pages,
 )
 SLACK = 1.02  # of host memory, for the allocator

@@ -5,7 +5,6 @@ range, so it has no columns and writes nothing.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -14,18 +13,19 @@ import numpy as np
 
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
 from dflash_jax.sampling.uniform import seed_words
-from dflash_jax.state.decode import DecodeState, Rows
+from dflash_jax.state.decode import Rows
 from dflash_jax.state.scratch import RoundScratch
 from dflash_jax.steps import (
     Admission,
     Models,
     Params,
     PrefillChunk,
+    advance,
     begin,
     commit,
+    empty_scratch,
     first_token,
     prefill_chunk,
-    speculate,
 )
 
 SMALLEST_BUCKET = 16
@@ -51,7 +51,7 @@ class RoundResult:
 
     @classmethod
     def of(cls, summary) -> "RoundResult":
-        """Reads what `speculate_for_host` left, [B, W + 4]; waits for it."""
+        """Reads the summary that `advance` left, [B, W + 4]; waits for it."""
         numbers = np.asarray(summary).tolist()
         return cls(
             outputs=[row[:-4] for row in numbers],
@@ -65,7 +65,8 @@ class RoundResult:
 class DeviceBatch:
     """State and weights of one batch on the device.
 
-    Per round: one ``speculate``, one read of a small array, one ``commit``.
+    Per round: one read of a small array, then one ``advance`` into the next round; ``speculate``
+    starts the first one, and one whose rows or width are others, after a ``commit``.
     """
 
     def __init__(self, models: Models, params: Params, sampling: Sequence[SamplingParams] = ()):
@@ -88,8 +89,9 @@ class DeviceBatch:
         self._state = models.zeros()
         self._rows: Rows | None = None
         self._live: tuple[int, ...] | None = None
-        self._scratch: RoundScratch | None = None
+        self._scratch: dict[int, RoundScratch] = {}  # what the last round of each width left
         self._round = models  # those of the last round, which its commit belongs to
+        self._summary: jax.Array | None = None
 
     def prefill(self, row: int, prompt: Sequence[int], max_new_tokens: int) -> int | None:
         """Runs a prompt in chunks and returns the first new token, None when none is finite.
@@ -116,25 +118,39 @@ class DeviceBatch:
             self.speculate((), nodes)
             self.commit({})
 
-    def speculate(self, live: Sequence[int], tree_nodes: int) -> RoundResult:
-        """Runs a round of that width, 0 for a chain, up to the host's decision, for the given rows.
+    def speculate(self, live: Sequence[int], tree_nodes: int) -> None:
+        """Starts a round of that width, 0 for a chain, for the given rows.
 
         Raises:
           ConfigError: a width that does not fit the run.
         """
-        self._round = self._models.with_tree(tree_nodes)
-        self._state, self._scratch, summary = speculate_for_host(
-            self._round, self._params, self._state, self._rows_of(live), self._sampling
-        )
-        return RoundResult.of(summary)
+        self._round, rows = self._models.with_tree(tree_nodes), self._rows_of(live)
+        if tree_nodes not in self._scratch:
+            self._scratch[tree_nodes] = empty_scratch(
+                self._round, self._params, self._state, rows, self._sampling
+            )
+        self.advance({})
+
+    def result(self) -> RoundResult:
+        """Waits for the round and reads what the host decides on."""
+        return RoundResult.of(self._summary)
 
     def commit(self, committed: Mapping[int, int]) -> None:
         """Adopts the first N columns of the last round; rows without an entry keep nothing."""
-        counts = np.zeros((self._models.run.batch,), np.int32)
-        for row, count in committed.items():
-            counts[row] = count
-        self._state = commit(self._round, self._state, self._rows, self._scratch, counts)
-        self._scratch = None
+        scratch = self._scratch[self._round.run.tree_nodes]
+        self._state = commit(
+            self._round, self._state, self._rows, scratch,
+            by_row(committed, self._models.run.batch),
+        )
+
+    def advance(self, committed: Mapping[int, int]) -> None:
+        """``commit``, and the start of the next round of the same rows and width, in one call."""
+        nodes = self._round.run.tree_nodes
+        self._state, self._scratch[nodes], self._summary = advance(
+            self._round, self._params, self._state, self._rows, self._sampling,
+            self._scratch[nodes], by_row(committed, self._models.run.batch),
+        )
+        self._summary.copy_to_host_async()  # so that it is here as soon as it is there
 
     def _rows_of(self, live: Sequence[int]) -> Rows:
         if self._live != tuple(live):
@@ -162,21 +178,9 @@ def bucket(length: int, chunk: int) -> int:
     return min(max(1 << (length - 1).bit_length(), SMALLEST_BUCKET), chunk)
 
 
-@functools.partial(jax.jit, static_argnames="models", donate_argnames="state")
-def speculate_for_host(
-    models: Models, params: Params, state: DecodeState, rows: Rows, sampling: SamplingArrays
-):
-    """``speculate`` with the extents the state implies, and what the host reads in one array.
-
-    Returns:
-      state, scratch, and [B, W + 4] int32: outputs, then L, P, columns verified and fault.
-    """
-    extent = models.extent(state.sequence.gather(rows.lane))
-    state, scratch = speculate(models, params, state, rows, sampling, extent)
-    acceptance = scratch.acceptance
-    columns = jnp.minimum(extent.columns, scratch.proposal.nodes)
-    numbers = (
-        acceptance.licensed, extent.proposals, columns, acceptance.fault.astype(jnp.int32)
-    )
-    summary = jnp.concatenate([acceptance.outputs, jnp.stack(numbers, axis=1)], axis=1)
-    return state, scratch, summary
+def by_row(committed: Mapping[int, int], batch: int) -> np.ndarray:
+    """N of each row of a batch, [B] int32; rows without an entry have 0."""
+    counts = np.zeros((batch,), np.int32)
+    for row, count in committed.items():
+        counts[row] = count
+    return counts

@@ -1,9 +1,12 @@
 """Generation for a fixed batch of prompts: prefill each, then rounds until every row has ended.
 
-A round on the host is speculate -> preview -> commit -> account -> publish. The arrays live in
-``engine/device.py``; nothing here knows them, so the loop runs on any object with its methods.
+A round on the host is result -> preview -> commit -> account -> publish. If no row ends with it,
+the next one is started by the call that commits, and the device works while the caller is told.
+The arrays live in ``engine/device.py``; nothing here knows them, so the loop runs on any object
+with its methods.
 """
 
+import dataclasses
 import logging
 import time
 from collections.abc import Collection, Sequence
@@ -145,16 +148,32 @@ def run_requests(device: DeviceBatch, requests: Sequence[Request], widths: Width
     if any(request.finish_reason is None for request in requests):
         device.warm_up(widths.choices)  # so that the rounds are timed without their compilation
     start = time.perf_counter()
+    flight = None
     while live := [request for request in requests if request.finish_reason is None]:
-        _round(device, live, widths)
+        flight = _round(device, flight or _started(device, live, widths), widths)
         for request in live:
             request.statistics.decode_seconds = time.perf_counter() - start
 
 
-def _round(device: DeviceBatch, live: Sequence[Request], widths: Widths) -> None:
-    start = time.perf_counter()
-    nodes = widths.choose(len(live))
-    result = device.speculate([request.row for request in live], nodes)
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A round that the device runs: its requests, its width, when it began."""
+
+    requests: Sequence[Request]
+    nodes: int
+    since: float
+
+
+def _started(device: DeviceBatch, live: Sequence[Request], widths: Widths) -> _Flight:
+    nodes, since = widths.choose(len(live)), time.perf_counter()
+    device.speculate([request.row for request in live], nodes)
+    return _Flight(live, nodes, since)
+
+
+def _round(device: DeviceBatch, flight: _Flight, widths: Widths) -> _Flight | None:
+    """Decides a round and tells what it gave; the next one, if this one went over into it."""
+    result = device.result()
+    live = [request for request in flight.requests if request.finish_reason is None]
     decisions = {}
     for request in live:
         row = request.row
@@ -165,9 +184,19 @@ def _round(device: DeviceBatch, live: Sequence[Request], widths: Widths) -> None
                 result.proposals[row], result.licensed[row] - 1, result.columns[row]
             )
         decisions[row] = preview(request, result.outputs[row], result.licensed[row])
-    device.commit({row: decision.committed for row, decision in decisions.items()})
-    tokens = sum(result.licensed[request.row] for request in live)
-    widths.learn(len(live), nodes, tokens, time.perf_counter() - start)
+    counts = {row: decision.committed for row, decision in decisions.items()}
+    now, tokens = time.perf_counter(), sum(result.licensed[request.row] for request in live)
+    widths.learn(len(flight.requests), flight.nodes, tokens, now - flight.since)
+    steady = len(live) == len(flight.requests) and all(
+        decision.reason is None for decision in decisions.values()
+    )
+    following = None
+    if steady and widths.choose(len(live)) == flight.nodes:
+        device.advance(counts)
+        following = dataclasses.replace(flight, since=now)
+    else:
+        device.commit(counts)
     for request in live:
         account(request, decisions[request.row])
         publish(request, decisions[request.row])
+    return following

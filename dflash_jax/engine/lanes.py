@@ -15,19 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.engine.device import RoundResult, bucket, speculate_for_host
+from dflash_jax.engine.device import RoundResult, bucket, by_row
 from dflash_jax.engine.pools import Holding, Tail
 from dflash_jax.engine.request import Embeddings, Request
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
 from dflash_jax.sampling.uniform import seed_words
 from dflash_jax.state.decode import DecodeState, Rows
+from dflash_jax.state.scratch import RoundScratch
 from dflash_jax.steps import (
     Admission,
     Models,
     Params,
     PrefillChunk,
+    advance,
     begin,
     commit,
+    empty_scratch,
     first_token,
     images,
     materialize,
@@ -61,6 +64,7 @@ class Lanes:
 
     def __init__(self, models: Models, params: Params):
         self._models, self._params = models, params
+        self.commits = 0  # rounds whose commit has been issued
         self.reset()
 
     def reset(self) -> None:
@@ -73,12 +77,13 @@ class Lanes:
         self._drawn: dict[int, jax.Array] = {}  # first tokens not yet taken, by lane
         self._rows: Rows | None = None
         self._live: dict[int, int] | None = None
-        self._flight = None  # (models, rows, scratch, summary) of a round that waits for a commit
+        self._scratch: dict[int, RoundScratch] = {}  # what the last round of each width left
+        self._flight = None  # (models, rows, summary) of a round that waits for a commit
 
     @property
     def lost(self) -> bool:
-        """A device call failed after it had taken the state's memory."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
+        """A device call failed after it had taken the memory of the state or of a scratch."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves((self._state, self._scratch)))
 
     @property
     def state(self) -> DecodeState:
@@ -179,11 +184,6 @@ class Lanes:
             token, fault = np.asarray(self._drawn[lane]).tolist()
         return None if fault else token
 
-    @property
-    def in_flight(self) -> bool:
-        """A round has been started and not been committed."""
-        return self._flight is not None
-
     def speculate(self, live: Mapping[int, int], tree_nodes: int) -> None:
         """Starts a round of that width, 0 for a chain, for lanes with their slots.
 
@@ -191,24 +191,40 @@ class Lanes:
           ConfigError: a width that does not fit the run.
         """
         models, rows = self._models.with_tree(tree_nodes), self._batch(live)
-        state, scratch, summary = speculate_for_host(
-            models, self._params, self._state, rows, self._sampling
-        )
-        self._state, self._flight = state, (models, rows, scratch, summary)
-        summary.copy_to_host_async()  # so that it is here as soon as it is there
+        if tree_nodes not in self._scratch:
+            self._scratch[tree_nodes] = empty_scratch(
+                models, self._params, self._state, rows, self._sampling
+            )
+        self._advance(models, rows, {})
 
     def result(self) -> RoundResult:
         """Waits for the round in flight and reads what the host decides on."""
         with self._reading():
-            return RoundResult.of(self._flight[3])
+            return RoundResult.of(self._flight[2])
 
     def commit(self, committed: Mapping[int, int]) -> None:
         """Adopts the first N columns of the round in flight; other lanes keep nothing."""
-        counts = np.zeros((self._models.run.batch,), np.int32)
-        for lane, count in committed.items():
-            counts[lane] = count
-        models, rows, scratch, _ = self._flight
-        self._state, self._flight = commit(models, self._state, rows, scratch, counts), None
+        models, rows, _ = self._flight
+        scratch, counts = self._scratch[models.run.tree_nodes], by_row(committed, models.run.batch)
+        self._state, self._flight, self.commits = (
+            commit(models, self._state, rows, scratch, counts), None, self.commits + 1
+        )
+
+    def advance(self, committed: Mapping[int, int]) -> None:
+        """`commit`, and the start of the next round of the same lanes and width, in one call."""
+        models, rows, _ = self._flight
+        self._advance(models, rows, committed)
+
+    def _advance(self, models: Models, rows: Rows, committed: Mapping[int, int]) -> None:
+        nodes, commits = models.run.tree_nodes, self.commits + (self._flight is not None)
+        state, scratch, summary = advance(
+            models, self._params, self._state, rows, self._sampling, self._scratch[nodes],
+            by_row(committed, models.run.batch),
+        )
+        self._state, self._scratch[nodes], self._flight, self.commits = (
+            state, scratch, (models, rows, summary), commits
+        )
+        summary.copy_to_host_async()  # so that it is here as soon as it is there
 
     def materialize(self, lane: int, holding: Holding) -> None:
         """Brings a lane's context up to its frontier."""

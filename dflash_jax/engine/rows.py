@@ -41,8 +41,33 @@ class Entry:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Flight:
-    """A round that the device runs: its rows by lane, its width, when it began."""
+    """A round that the device runs.
 
-    rows: dict[int, Row]
+    Fields:
+      rows: by lane; None for one for which the round no longer counts.
+      nodes: its width.
+      since: when it began; seconds.
+    """
+
+    rows: dict[int, Row | None]
     nodes: int
     since: float
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Pending:
+    """What the round in flight was decided to be: entered if its commit was issued, else void.
+
+    Fields:
+      entries: of its rows.
+      commits: how many had been issued before; more than those tell that this one was.
+      following: the round that the same call started; None when it only committed.
+    """
+
+    entries: list[Entry]
+    commits: int
+    following: Flight | None
+
+    def drop(self, request: Request) -> None:
+        """Forgets what it would tell a request."""
+        self.entries = [one for one in self.entries if one.row.request is not request]

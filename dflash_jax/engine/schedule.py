@@ -2,13 +2,14 @@
 
 A step is admit -> prefill -> round. Inside a round: result -> preview -> commit -> account ->
 publish, and the next round is started before the caller sees the tokens of this one, so that the
-device works while the host talks. An exception at any place leaves host and device in agreement:
-what the device has done is told by ``Lanes``, and whatever is not entered yet is entered first by
-the next step.
+device works while the host talks: by the very call that commits, if the same rows go on. An
+exception at any place leaves host and device in agreement: what the device has done is told by
+``Lanes``, and whatever is not entered yet is entered first by the next step.
 """
 
 import collections
 import contextlib
+import dataclasses
 import time
 from collections.abc import Collection, Sequence
 
@@ -20,7 +21,7 @@ from dflash_jax.engine.pools import Pools
 from dflash_jax.engine.preview import Decision, preview
 from dflash_jax.engine.publish import account, publish
 from dflash_jax.engine.request import FinishReason, Request
-from dflash_jax.engine.rows import KEPT, Entry, Flight, Row
+from dflash_jax.engine.rows import KEPT, Entry, Flight, Pending, Row
 from dflash_jax.engine.width import Widths
 from dflash_jax.steps import Models
 
@@ -39,7 +40,7 @@ class Scheduler:
         self.waiting: collections.deque[Waiting] = collections.deque()
         self._stuck = False  # the first of the waiting requests did not fit when it was tried
         self._flight: Flight | None = None
-        self._pending: list[Entry] | None = None  # entered if the commit was issued, else void
+        self._pending: Pending | None = None
         self._entered: collections.deque[Entry] = collections.deque()  # to be accounted for
         self._shown: collections.deque[Entry] = collections.deque()  # to be published
 
@@ -84,7 +85,7 @@ class Scheduler:
             for queue in (self._entered, self._shown)
         )
         if self._pending is not None:
-            self._pending = [e for e in self._pending if e.row.request is not request]
+            self._pending.drop(request)
         for waiting in tuple(self.waiting):
             if waiting.request is request:
                 self.waiting.remove(waiting)
@@ -126,8 +127,8 @@ class Scheduler:
         request = row.request
         decision = preview(request, ids, len(ids))
         run = [*request.ledger, *decision.tokens[:-1]]
-        if self._flight is not None:
-            self._flight.rows.pop(row.lane, None)
+        if self._flight is not None and row.lane in self._flight.rows:
+            self._flight.rows[row.lane] = None
         try:
             self._catch_up(row)
             done = request.frontier
@@ -164,9 +165,9 @@ class Scheduler:
     def settle(self) -> None:
         """Enters everything whose commit has been issued, then shows it."""
         if self._pending is not None:
-            if not self._lanes.in_flight:
-                self._entered.extend(self._pending)
-                self._flight = None
+            if self._lanes.commits > self._pending.commits:
+                self._entered.extend(self._pending.entries)
+                self._flight = self._pending.following
             self._pending = None
         while self._entered:
             self._account(self._entered[0])
@@ -275,33 +276,34 @@ class Scheduler:
         flight, result = self._flight, self._lanes.result()
         entries, tokens, raised = [], 0, None
         for lane, row in flight.rows.items():
-            if self.rows.get(lane) is not row:
+            if row is None or self.rows.get(lane) is not row:
                 continue  # it has ended since the round began: N = 0
-            licensed = result.licensed[lane]
-            if result.fault[lane]:
-                decision = Decision(
-                    tokens=(), reason=FinishReason.FAULT, text="", watch=row.request.watch
-                )
-            else:
+            request, licensed = row.request, result.licensed[lane]
+            decision = Decision(
+                tokens=(), reason=FinishReason.FAULT, text="", watch=request.watch
+            )
+            if not result.fault[lane]:
                 try:
-                    decision = preview(row.request, result.outputs[lane], licensed)
+                    decision = preview(request, result.outputs[lane], licensed)
+                    row.failed = False
                 except Exception as error:
                     if not row.failed:
                         row.failed = True
                         raise
                     raised = error
-                    decision = Decision(
-                        tokens=(), reason=FinishReason.FAULT, text="", watch=row.request.watch
-                    )
-                else:
-                    row.failed = False
             counts = (result.proposals[lane], licensed - 1, result.columns[lane])
             entries.append(Entry(row=row, decision=decision, round=counts))
             tokens += licensed
-        self._pending = entries
-        self._lanes.commit({entry.row.lane: entry.decision.committed for entry in entries})
-        seconds = time.perf_counter() - flight.since
-        self._widths.learn(len(flight.rows), flight.nodes, tokens, seconds)
+        now = time.perf_counter()
+        self._widths.learn(len(flight.rows), flight.nodes, tokens, now - flight.since)
+        following = dataclasses.replace(flight, since=now) if self._steady(entries) else None
+        commits = self._lanes.commits
+        self._pending = Pending(entries=entries, commits=commits, following=following)
+        counts = {entry.row.lane: entry.decision.committed for entry in entries}
+        if following is None:
+            self._lanes.commit(counts)
+        else:
+            self._lanes.advance(counts)
         self.settle()
         if raised is not None:
             raise raised
@@ -311,15 +313,28 @@ class Scheduler:
         """Starts a round of all rows that decode, unless one is in flight."""
         if self._flight is not None:
             return
-        live = {
-            lane: row
-            for lane, row in self.rows.items()
-            if row.decoding and row.request.finish_reason is None
-        }
+        live = self._live()
         if live:
             nodes, since = self._widths.choose(len(live)), time.perf_counter()
             self._lanes.speculate({lane: row.holding.slot for lane, row in live.items()}, nodes)
             self._flight = Flight(rows=live, nodes=nodes, since=since)
+
+    def _live(self) -> dict[int, Row]:
+        return {
+            lane: row
+            for lane, row in self.rows.items()
+            if row.decoding and row.request.finish_reason is None
+        }
+
+    def _steady(self, entries: Sequence[Entry]) -> bool:
+        """The round after these decisions has the rows and the width of the one in flight."""
+        flight = self._flight
+        return (
+            self._nothing_to_admit()
+            and self._live() == flight.rows
+            and all(entry.decision.reason is None for entry in entries)
+            and self._widths.choose(len(flight.rows)) == flight.nodes
+        )
 
     def _nothing_to_admit(self) -> bool:
         reading = any(not row.decoding for row in self.rows.values())

@@ -2,6 +2,7 @@
 
 from dflash_jax.steps.accept import accept
 from dflash_jax.steps.accept_tree import accept_tree
+from dflash_jax.steps.advance import advance, empty_scratch
 from dflash_jax.steps.commit import commit
 from dflash_jax.steps.loop import RoundLog, decode_rounds
 from dflash_jax.steps.materialize import materialize
@@ -20,11 +21,13 @@ __all__ = [
     "RoundLog",
     "accept",
     "accept_tree",
+    "advance",
     "begin",
     "build_tree",
     "commit",
     "decode_rounds",
     "draft_only",
+    "empty_scratch",
     "first_token",
     "judge",
     "materialize",

@@ -6,12 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.engine import device, lanes
+from dflash_jax.engine import lanes
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.generate import generate
 from dflash_jax.engine.request import Embeddings
 from dflash_jax.sampling.params import SamplingParams
-from dflash_jax.steps import begin, commit, first_token, images, materialize, prefill_chunk
+from dflash_jax.steps import (
+    advance,
+    begin,
+    commit,
+    first_token,
+    images,
+    materialize,
+    prefill_chunk,
+)
 from tests import cases
 
 GREEDY = SamplingParams()
@@ -19,7 +27,7 @@ GREEDY = SamplingParams()
 NEUTRAL = SamplingParams(logit_bias={0: 0.0})
 BATCH, SLOTS = 3, 7
 STEPS = (
-    begin, commit, first_token, materialize, prefill_chunk, device.speculate_for_host,
+    advance, begin, commit, first_token, materialize, prefill_chunk,
     images.resume, images.read_slot, images.write_slot, images.read_pages, images.write_pages,
     lanes._first, lanes._set_row,
 )

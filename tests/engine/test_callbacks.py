@@ -67,7 +67,7 @@ def test_a_callback_may_submit_into_the_lane_that_another_has_just_left(sampling
     talker = submit(engine, 0, sampling=sampling, on_tokens=on_tokens)
     while not made:
         engine.step()
-    assert engine._lanes.in_flight
+    assert engine._schedule._flight is not None
     scenes.finish(engine)
     assert victim.finish_reason is FinishReason.CANCELLED
     assert_whole(made[0], 2, 15, sampling)

@@ -14,7 +14,7 @@ from dflash_jax.engine import device
 from dflash_jax.engine.generate import generate
 from dflash_jax.engine.request import FinishReason, total_statistics
 from dflash_jax.sampling.params import SamplingParams
-from dflash_jax.steps import Models, Params
+from dflash_jax.steps import Models, Params, advance
 from dflash_jax.weights import load_draft, load_target
 
 KIT = Path(__file__).parents[1] / "data" / "kit_tiny"
@@ -154,10 +154,10 @@ def test_sampled_trees_repeat_by_seed_whatever_the_other_rows(run):
 
 def test_no_request_compiles_a_round_again(run):
     run(max_new_tokens=3)
-    compiled = device.speculate_for_host._cache_size()
+    compiled = advance._cache_size()
     run((1,), max_new_tokens=6, eos_ids=[5])
     run((2, 0, 1), max_new_tokens=8)
-    assert device.speculate_for_host._cache_size() == compiled
+    assert advance._cache_size() == compiled
 
 
 def test_buckets_are_powers_of_two_up_to_the_chunk():

@@ -225,12 +225,14 @@ def failing_once(function, at):
 
 
 @pytest.mark.parametrize("at", range(1, 8))
-@pytest.mark.parametrize("place", ["preview", "account", "publish", "commit", "result", "draw"])
+@pytest.mark.parametrize(
+    "place", ["preview", "account", "publish", "commit", "advance", "result", "draw"]
+)
 def test_an_exception_at_any_place_of_a_step_costs_nobody_a_token(monkeypatch, place, at):
     """After accept, in the host part of commit, in accounting, in publication."""
     engine = scenes.engine()
-    requests = submit_all(engine, (0, 3, 5, 6))
-    if place in ("commit", "result"):
+    requests = submit_all(engine, (0, 1, 3, 5, 6))
+    if place in ("commit", "advance", "result"):
         monkeypatch.setattr(
             engine._lanes, place, failing_once(getattr(engine._lanes, place), at)
         )
@@ -271,7 +273,7 @@ def test_a_device_that_loses_its_state_ends_the_rows_and_serves_the_next(monkeyp
         raise Planted
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._lanes, "commit", lose)
+        patch.setattr(engine._lanes, "advance", lose)
         with pytest.raises(Planted):
             engine.step()
     check(engine)

@@ -163,10 +163,8 @@ def test_a_program_that_failed_on_the_device_ends_its_rows_and_the_next_are_serv
 
     with monkeypatch.context() as patch, pytest.raises(jax.errors.JaxRuntimeError):
         if where == "round":
-            whole = lanes.speculate_for_host
-            patch.setattr(
-                lanes, "speculate_for_host", lambda *args: (*whole(*args)[:2], Broken())
-            )
+            whole = lanes.advance
+            patch.setattr(lanes, "advance", lambda *args: (*whole(*args)[:2], Broken()))
         elif where == "first token":
             patch.setattr(lanes, "_first", lambda models, params, state, *_: (state, Broken()))
         else:

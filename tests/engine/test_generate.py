@@ -23,7 +23,7 @@ class MockDevice:
     def __init__(self, hits, rows=2, faults=(), bad_prompts=()):
         self.hits, self.rows, self.faults = hits, rows, set(faults)
         self.bad_prompts = set(bad_prompts)
-        self.anchor, self.remaining, self.licensed = {}, {}, {}
+        self.anchor, self.remaining, self.licensed, self.live = {}, {}, {}, ()
         self.events = []
 
     def prefill(self, row, prompt, max_new_tokens):
@@ -34,16 +34,20 @@ class MockDevice:
 
     def warm_up(self, widths):
         assert widths == (0,)
-        assert self.speculate((), 0).licensed == [0] * self.rows
+        self.speculate((), 0)
+        assert self.result().licensed == [0] * self.rows
         self.commit({})
         del self.events[-2:]
 
     def speculate(self, live, tree_nodes):
         assert tree_nodes == 0
-        self.events.append(("speculate", tuple(live)))
+        self.live = tuple(live)
+        self.events.append(("speculate", self.live))
+
+    def result(self):
         outputs = [[0] * (K + 1) for _ in range(self.rows)]
         proposals, licensed = [0] * self.rows, [0] * self.rows
-        for row in live:
+        for row in self.live:
             proposals[row] = min(K, self.remaining[row] - 1)
             licensed[row] = min(self.hits, proposals[row]) + 1
             outputs[row] = [self.anchor[row] + 1 + i for i in range(K + 1)]
@@ -60,6 +64,12 @@ class MockDevice:
             assert 0 <= count <= self.licensed[row]
             self.anchor[row] += count
             self.remaining[row] -= count
+
+    def advance(self, committed):
+        assert sorted(committed) == list(self.live)
+        assert all(committed.values()) and all(self.remaining[row] for row in self.live)
+        self.commit(committed)
+        self.events[-1] = ("advance", self.events[-1][1])
 
 
 def request(row, prompt, max_new_tokens, **fields):
@@ -93,8 +103,11 @@ def test_rows_of_one_batch_end_on_their_own():
     rows = [request(0, (5,), 2), request(1, (50,), 6)]
     run_requests(device, rows)
     assert [row.tokens for row in rows] == [[6, 7], list(range(51, 57))]
-    live = [event[1] for event in device.events if event[0] == "speculate"]
-    assert live == [(0, 1), (1,), (1,)]
+    rounds = [event for event in device.events if event[0] != "prefill"]
+    assert rounds == [
+        ("speculate", (0, 1)), ("commit", ((0, 1), (1, 2))), ("speculate", (1,)),
+        ("advance", ((1, 2),)), ("commit", ((1, 1),)),
+    ]
 
 
 def test_a_fault_ends_its_row_alone_and_commits_nothing_of_it():

@@ -30,7 +30,9 @@ from tests.engine.scenes import GREEDY, alone, prompts, sampled
 
 CONTROLS = (GREEDY, sampled(1), GREEDY, sampled(2))
 BUDGETS = (1, 4, 12, 25)
-PLACES = ("preview", "account", "publish", "commit", "copy", "to_host", "from_host", "prefill")
+PLACES = (
+    "preview", "account", "publish", "commit", "advance", "copy", "to_host", "from_host", "prefill",
+)
 
 
 class Planted(Exception):

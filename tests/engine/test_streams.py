@@ -118,15 +118,15 @@ def test_a_stream_let_go_in_the_middle_of_a_step_cancels_when_the_step_is_over(m
     circle.append(circle)
     while not (request.tokens and other.tokens):
         engine.step()
-    commit, said = engine._lanes.commit, []
+    advance, said = engine._lanes.advance, []
 
     def collecting(committed):
         circle.clear()
         gc.collect()
         said.append((request.finish_reason, len(request.tokens)))
-        commit(committed)
+        advance(committed)
 
-    monkeypatch.setattr(engine._lanes, "commit", collecting)
+    monkeypatch.setattr(engine._lanes, "advance", collecting)
     engine.step()
     assert said[0][0] is None and len(request.tokens) > said[0][1]  # the round still counted
     assert request.finish_reason is FinishReason.CANCELLED
