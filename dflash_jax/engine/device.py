@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.config import RunConfig
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
 from dflash_jax.sampling.uniform import seed_words
 from dflash_jax.state.decode import Rows
@@ -91,7 +92,7 @@ class DeviceBatch:
         self._live: tuple[int, ...] | None = None
         self._scratch: dict[int, RoundScratch] = {}  # what the last round of each width left
         self._round = models  # those of the last round, which its commit belongs to
-        self._summary: jax.Array | None = None
+        self._summary, self._none, self._all = round_arrays(models.run)
 
     def prefill(self, row: int, prompt: Sequence[int], max_new_tokens: int) -> int | None:
         """Runs a prompt in chunks and returns the first new token, None when none is finite.
@@ -129,7 +130,7 @@ class DeviceBatch:
             self._scratch[tree_nodes] = empty_scratch(
                 self._round, self._params, self._state, rows, self._sampling
             )
-        self.advance({})
+        self._advance(self._none)
 
     def result(self) -> RoundResult:
         """Waits for the round and reads what the host decides on."""
@@ -143,12 +144,16 @@ class DeviceBatch:
             by_row(committed, self._models.run.batch),
         )
 
-    def advance(self, committed: Mapping[int, int]) -> None:
-        """``commit``, and the start of the next round of the same rows and width, in one call."""
+    def advance(self) -> None:
+        """Adopts all licensed columns of the last round, and starts the next one of the same rows
+        and width, in one call."""
+        self._advance(self._all)
+
+    def _advance(self, most: jax.Array) -> None:
         nodes = self._round.run.tree_nodes
         self._state, self._scratch[nodes], self._summary = advance(
             self._round, self._params, self._state, self._rows, self._sampling,
-            self._scratch[nodes], by_row(committed, self._models.run.batch),
+            self._scratch[nodes], most, self._summary,
         )
         self._summary.copy_to_host_async()  # so that it is here as soon as it is there
 
@@ -176,6 +181,19 @@ class DeviceBatch:
 def bucket(length: int, chunk: int) -> int:
     """Columns of the program that runs a chunk of ``length`` tokens: a power of two, or a chunk."""
     return min(max(1 << (length - 1).bit_length(), SMALLEST_BUCKET), chunk)
+
+
+def round_arrays(run: RunConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """An empty summary, and `advance`'s limits for nothing and for all that is licensed.
+
+    Kept, since an array of another address has XLA write its command buffers anew.
+    """
+    width = run.block_width
+    return (
+        jnp.zeros((run.batch, width + 4), jnp.int32),
+        jnp.zeros((run.batch,), jnp.int32),
+        jnp.full((run.batch,), width, jnp.int32),
+    )
 
 
 def by_row(committed: Mapping[int, int], batch: int) -> np.ndarray:

@@ -184,7 +184,6 @@ def _round(device: DeviceBatch, flight: _Flight, widths: Widths) -> _Flight | No
                 result.proposals[row], result.licensed[row] - 1, result.columns[row]
             )
         decisions[row] = preview(request, result.outputs[row], result.licensed[row])
-    counts = {row: decision.committed for row, decision in decisions.items()}
     now, tokens = time.perf_counter(), sum(result.licensed[request.row] for request in live)
     widths.learn(len(flight.requests), flight.nodes, tokens, now - flight.since)
     steady = len(live) == len(flight.requests) and all(
@@ -192,10 +191,10 @@ def _round(device: DeviceBatch, flight: _Flight, widths: Widths) -> _Flight | No
     )
     following = None
     if steady and widths.choose(len(live)) == flight.nodes:
-        device.advance(counts)
+        device.advance()  # no decision has a reason: N = L of every row
         following = dataclasses.replace(flight, since=now)
     else:
-        device.commit(counts)
+        device.commit({row: decision.committed for row, decision in decisions.items()})
     for request in live:
         account(request, decisions[request.row])
         publish(request, decisions[request.row])

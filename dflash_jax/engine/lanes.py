@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.engine.device import RoundResult, bucket, by_row
+from dflash_jax.engine.device import RoundResult, bucket, by_row, round_arrays
 from dflash_jax.engine.pools import Holding, Tail
 from dflash_jax.engine.request import Embeddings, Request
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
@@ -78,6 +78,7 @@ class Lanes:
         self._rows: Rows | None = None
         self._live: dict[int, int] | None = None
         self._scratch: dict[int, RoundScratch] = {}  # what the last round of each width left
+        self._summary, self._none, self._all = round_arrays(run)
         self._flight = None  # (models, rows, summary) of a round that waits for a commit
 
     @property
@@ -195,7 +196,7 @@ class Lanes:
             self._scratch[tree_nodes] = empty_scratch(
                 models, self._params, self._state, rows, self._sampling
             )
-        self._advance(models, rows, {})
+        self._advance(models, rows, self._none)
 
     def result(self) -> RoundResult:
         """Waits for the round in flight and reads what the host decides on."""
@@ -210,19 +211,20 @@ class Lanes:
             commit(models, self._state, rows, scratch, counts), None, self.commits + 1
         )
 
-    def advance(self, committed: Mapping[int, int]) -> None:
-        """`commit`, and the start of the next round of the same lanes and width, in one call."""
+    def advance(self) -> None:
+        """Adopts all licensed columns of the round in flight, and starts the next one of the same
+        lanes and width, in one call."""
         models, rows, _ = self._flight
-        self._advance(models, rows, committed)
+        self._advance(models, rows, self._all)
 
-    def _advance(self, models: Models, rows: Rows, committed: Mapping[int, int]) -> None:
+    def _advance(self, models: Models, rows: Rows, most: jax.Array) -> None:
         nodes, commits = models.run.tree_nodes, self.commits + (self._flight is not None)
         state, scratch, summary = advance(
-            models, self._params, self._state, rows, self._sampling, self._scratch[nodes],
-            by_row(committed, models.run.batch),
+            models, self._params, self._state, rows, self._sampling, self._scratch[nodes], most,
+            self._summary,
         )
-        self._state, self._scratch[nodes], self._flight, self.commits = (
-            state, scratch, (models, rows, summary), commits
+        self._state, self._scratch[nodes], self._summary, self._flight, self.commits = (
+            state, scratch, summary, (models, rows, summary), commits
         )
         summary.copy_to_host_async()  # so that it is here as soon as it is there
 

@@ -299,11 +299,10 @@ class Scheduler:
         following = dataclasses.replace(flight, since=now) if self._steady(entries) else None
         commits = self._lanes.commits
         self._pending = Pending(entries=entries, commits=commits, following=following)
-        counts = {entry.row.lane: entry.decision.committed for entry in entries}
         if following is None:
-            self._lanes.commit(counts)
+            self._lanes.commit({entry.row.lane: entry.decision.committed for entry in entries})
         else:
-            self._lanes.advance(counts)
+            self._lanes.advance()  # no decision has a reason: N = L of every row
         self.settle()
         if raised is not None:
             raise raised

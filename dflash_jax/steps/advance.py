@@ -14,7 +14,8 @@ from dflash_jax.steps.round import speculate
 
 
 @functools.partial(
-    jax.jit, static_argnames="models", donate_argnames=("state", "scratch"), keep_unused=True
+    jax.jit, static_argnames="models", donate_argnames=("state", "scratch", "replaced"),
+    keep_unused=True,
 )
 def advance(
     models: Models,
@@ -23,24 +24,29 @@ def advance(
     rows: Rows,
     sampling: SamplingArrays,
     scratch: RoundScratch,
-    committed,
+    most,
+    replaced=None,
 ) -> tuple[DecodeState, RoundScratch, jax.Array]:
-    """`commit`, then `speculate` with the extents that the state implies. ✎ Donates both.
+    """`commit`, then `speculate` with the extents that the state implies. ✎ Donates.
 
     Every array of the new scratch takes the memory of the old one's, also those that commit does
-    not read. So no address changes from round to round, and XLA replays the command buffers that it
-    has recorded instead of writing them anew.
+    not read, and the summary that of the last one. With `most` an array that stays, no address
+    changes from round to round: XLA replays the command buffers that it has recorded instead of
+    writing them anew, node by node.
 
     Args:
       rows: `Rows` [B], of both rounds.
       scratch: what the last round on these rows left. Where nothing is committed: any of this
         shape, as of another round that has been committed, or `empty_scratch`.
-      committed: [B] int32, N of each row as for `commit`; 0 changes nothing of it.
+      most: [B] int32. N = min(L, most) is committed of each row: W or more adopts all that is
+        licensed, 0 changes nothing.
+      replaced: the summary of the last round, which has been read; None: new memory.
     Returns:
       the state, the scratch of the new round, and what the host reads of it, [B, W + 4] int32:
       outputs, then L, P, columns verified and fault.
     Source: contracts 9.2, 9.3.
     """
+    committed = jnp.where(most > 0, jnp.minimum(scratch.acceptance.licensed, most), 0)
     state = commit(models, state, rows, scratch, committed)
     rows = rows.replace(read_slot=jnp.where(committed > 0, rows.write_slot, rows.read_slot))
     extent = models.extent(state.sequence.gather(rows.lane))

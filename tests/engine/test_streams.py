@@ -120,11 +120,11 @@ def test_a_stream_let_go_in_the_middle_of_a_step_cancels_when_the_step_is_over(m
         engine.step()
     advance, said = engine._lanes.advance, []
 
-    def collecting(committed):
+    def collecting():
         circle.clear()
         gc.collect()
         said.append((request.finish_reason, len(request.tokens)))
-        advance(committed)
+        advance()
 
     monkeypatch.setattr(engine._lanes, "advance", collecting)
     engine.step()

@@ -136,3 +136,21 @@ def test_rounds_of_any_rows_and_counts_share_one_trace():
         state, scratch, summary = advance(models, params, state, some, sampling, scratch, number)
     assert advance._cache_size() == known
     assert summary[:, models.run.block_width].min() >= 1
+
+
+@BOTH
+def test_a_limit_beyond_the_licence_adopts_all_of_it_and_the_summary_takes_the_last_ones_place(
+    nodes,
+):
+    models, params, rows, sampling, state, scratch = scene(nodes)
+    counts, width = counts_of(nodes, ("all",) * 3), models.run.block_width
+    expected = cases.host(advance(
+        models, params, on_device(state), rows, sampling, on_device(scratch), counts
+    ))
+    most = jnp.full((3,), width, jnp.int32)
+    last = jnp.full(expected[2].shape, 7, jnp.int32)
+    actual = advance(
+        models, params, on_device(state), rows, sampling, on_device(scratch), most, last
+    )
+    assert_same_bytes(actual, expected)
+    assert last.is_deleted()

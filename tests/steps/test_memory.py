@@ -47,7 +47,8 @@ def abstract_steps(target, draft):
     )
     return state, scratch, {
         "advance": lambda: advance.lower(
-            models, params, state, rows, greedy, scratch, one
+            models, params, state, rows, greedy, scratch, one,
+            numbers((1, models.run.block_width + 4)),
         ),
         "speculate": lambda: speculate.lower(models, *round_inputs),
         "commit": lambda: commit.lower(models, state, rows, scratch, one),
@@ -86,7 +87,8 @@ def test_j14_a_round_aliases_the_state_and_copies_no_pool(pair):
 def test_a_round_that_goes_on_from_another_leaves_every_array_where_it_was(pair):
     """State and scratch, also logits and q, which commit does not read."""
     state, scratch, steps = abstract_steps(*pair)
-    check(state, steps["advance"], "advance", donated=scratch)
+    summary = numbers((1, 3 + 1 + 4))
+    check(state, steps["advance"], "advance", donated=(scratch, summary))
 
 
 @pytest.mark.parametrize("pair", [("dense", "dflash"), ("moe", "dflash2")], ids=str)
