@@ -19,6 +19,7 @@ from dflash_jax.pallas.common import WHOLE, broadcast, dot, gpu_call, load, shar
 from dflash_jax.pallas.tiling import PROCESSORS
 
 MAX_WIDTH = 32
+_FEW = 8  # rows times KV heads that leave most processors idle
 
 # (refs of the context operands, row, KV head, keys of a step) -> (entries to walk, locate, read).
 # locate(first) says where the entries from `first` on lie; it is asked one step ahead, because that
@@ -46,6 +47,8 @@ class Tiles:
         batch, width, heads, dim = query.shape
         rows = heads // kv_heads * width
         tile = min(64, max(16, pl.next_power_of_2(rows)))
+        if tile * dim >= 64 * 256 and batch * kv_heads <= _FEW:
+            tile = 16  # processors are free: smaller tiles take turns less, and read keys from L2
         # Two steps of keys and values have to fit into shared memory.
         keys = min(unit, 64 if dim * query.dtype.itemsize <= 512 else 32)
         programs = batch * kv_heads * pl.cdiv(rows, tile)

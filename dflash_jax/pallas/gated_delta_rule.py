@@ -46,6 +46,11 @@ class Tiles:
         More than eight columns make a loop, which would spill registers with large groups."""
         return cls(columns=1 if interpret else 8 if columns <= 8 else 4)
 
+    @classmethod
+    def of_fold(cls, interpret: bool) -> "Tiles":
+        """Fewer columns at once: the last group runs whole, whatever of it has been accepted."""
+        return cls(columns=1 if interpret else 2)
+
     def group(self, columns: int) -> int:
         """Columns of each of equally large groups."""
         return pl.cdiv(columns, pl.cdiv(columns, self.columns))
@@ -174,7 +179,7 @@ def fold(key, value, decay, recurrent, path, read_slot, write_slot, count, *, in
       the pool; donate it in the enclosing jit, or a copy is made first.
     """
     batch, columns, value_heads, value_dim = value.shape
-    tiles = tiles or Tiles.of(columns, interpret)
+    tiles = tiles or Tiles.of_fold(interpret)
     rows, group = min(tiles.value_dim, value_dim), tiles.group(columns)
     slots = recurrent.shape[0]
 
