@@ -3,10 +3,10 @@
     python scripts/bench_round.py --model 27b-dflash2 --draft-tokens 7 --batch 1 --context 4096
 
 Weights, prompt and context are random (never zeros). Acceptance is forced by a fixed schedule of
-mean tau - 1: the decision is overwritten after `speculate`, the work is not. "queued" is the wall
-time of a round when the next one is dispatched without waiting (N is computed on the device),
-"blocking" waits for every round as a host that reads its outputs first does; with --device-loop,
-"looped" is a round of `decode_rounds`, which asks no host (and accepts what the weights accept).
+mean tau - 1: the decision is overwritten before `advance` commits it, the work is not. "queued" is
+the wall time of a round when the next one is dispatched without waiting, "blocking" reads every
+round's outputs before the next one starts, as an engine does; with --device-loop, "looped" is a
+round of `decode_rounds`, which asks no host (and accepts what the weights accept).
 All are medians over groups of rounds; bytes count each weight once, plus K/V and state. `--dtype
 fp8` stores what official FP8 releases store so: layer matrices in blocks of 128 x 128; embedding,
 head, norms, a and b rows and the draft stay as they are.
@@ -35,13 +35,14 @@ from dflash_jax.steps import (
     Models,
     Params,
     PrefillChunk,
+    advance,
     begin,
-    commit,
     decode_rounds,
+    empty_scratch,
     first_token,
     prefill_chunk,
-    speculate,
 )
+from dflash_jax.steps.experts import active_experts
 from dflash_jax.steps.init import random_params
 from scripts import kernel_times
 
@@ -150,7 +151,7 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
     prompt = np.random.default_rng(args.seed).integers(
         0, models.target.public_vocab, (batch, args.context)
     )
-    result = {}
+    result, chunks = {}, []
     if args.random_context:
         state = _randomised(state, args.context, args.seed)
     for start in range(0, 0 if args.random_context else args.context, args.chunk):
@@ -158,71 +159,88 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
         chunk = PrefillChunk.text(models, piece, [piece.shape[1]] * batch, [start] * batch)
         began = time.perf_counter()
         state = jax.block_until_ready(prefill_chunk(models, params, state, rows, chunk))
-        # The first chunk compiles; the last one is a clean figure.
-        result["prefill chunk"] = (time.perf_counter() - began) * 1e3
-        result.setdefault("prefill compile", result["prefill chunk"])
+        chunks.append(time.perf_counter() - began)  # the first one compiles
+    if chunks:
+        result["prefill compile"] = 1e3 * chunks[0]
+        result["prefill rate"] = batch * (args.context - args.chunk) / max(sum(chunks[1:]), 1e-9)
     state, _ = first_token(models, params, state, rows, sampling)
 
-    extent_of = jax.jit(lambda sequence: models.extent(sequence.gather(rows.lane)))
+    most = jnp.full((batch,), run.block_width, jnp.int32)
     schedule = [jnp.int32(min(accepted, run.draft_tokens)) for accepted in accepted_counts(args)]
 
-    def one_round(state, accepted):
-        state, scratch = speculate(
-            models, params, state, rows, sampling, extent_of(state.sequence)
-        )
+    def one_round(carry, accepted):
+        state, scratch, summary = carry
         forced = _forced(scratch.acceptance, scratch.proposal.tokens, accepted)
         scratch = scratch.replace(acceptance=forced)
-        return commit(models, state, rows, scratch, forced.licensed)
+        return advance(models, params, state, rows, sampling, scratch, most, summary)
 
     began = time.perf_counter()
-    state = jax.block_until_ready(one_round(state, schedule[0]))
+    scratch = empty_scratch(models, params, state, rows, sampling)
+    summary = jnp.zeros((batch, run.block_width + 4), jnp.int32)
+    carry = jax.block_until_ready(
+        advance(models, params, state, rows, sampling, scratch, 0 * most, summary)
+    )
     result["round compile"] = (time.perf_counter() - began) * 1e3
-    for accepted in schedule[1:WARMUP]:
-        state = jax.block_until_ready(one_round(state, accepted))
+    for accepted in schedule[:WARMUP]:
+        carry = jax.block_until_ready(one_round(carry, accepted))
     times = {"queued": [], "blocking": []}
     groups = len(schedule[WARMUP:]) // GROUP
     for group in range(groups):
         kind = "blocking" if group % 4 == 3 else "queued"
         began = time.perf_counter()
         for accepted in schedule[WARMUP + group * GROUP :][:GROUP]:
-            state = one_round(state, accepted)
+            carry = one_round(carry, accepted)
             if kind == "blocking":
-                jax.block_until_ready(state)
-        jax.block_until_ready(state)
+                np.asarray(carry[2])  # what an engine reads before it goes on
+        jax.block_until_ready(carry)
         times[kind].append((time.perf_counter() - began) / GROUP * 1e3)
     if args.profile:
-        result["kernels"], state = _profiled(one_round, state, schedule[0])
+        result["kernels"], carry = _profiled(one_round, carry, schedule[0])
     result["round"] = statistics.median(times["queued"])
     result["spread"] = max(times["queued"]) - min(times["queued"])
     result["blocking"] = statistics.median(times["blocking"])
-    if args.device_loop:
-        result["looped"] = _looped(models, params, state, rows, sampling)
+    state, scratch, _ = carry
+    if models.target.moe is not None:
+        extent = models.extent(state.sequence.gather(rows.lane))
+        counts = active_experts(models, params, state, rows, scratch.proposal, extent)
+        result["experts"] = float(jnp.mean(counts))
+    if args.device_loop and models.draft is not None:
+        result["looped"], result["loop idle"] = _looped(
+            models, params, state, rows, sampling, args.profile
+        )
     stats = jax.devices()[0].memory_stats() or {}
     result["peak GB"] = stats.get("peak_bytes_in_use", 0) / 1e9
     return result
 
 
-def _profiled(one_round, state, accepted):
-    """The kernels of GROUP queued rounds, and the state after them."""
+def _profiled(one_round, carry, accepted):
+    """The kernels of GROUP queued rounds, and what they leave."""
+    def work():
+        nonlocal carry
+        for _ in range(GROUP):
+            carry = one_round(carry, accepted)
+        jax.block_until_ready(carry)
+
+    return kernel_times.record(work, GROUP), carry
+
+
+def _looped(models: Models, params: Params, state, rows, sampling, profile: bool):
+    """Milliseconds of a round of the device's own loop; the first call compiles and is left out.
+    And microseconds a round in which no kernel ran, None unless profiled."""
+    no_end, times = jnp.full((models.run.batch, 1), -1, jnp.int32), []
+
     def work():
         nonlocal state
-        for _ in range(GROUP):
-            state = one_round(state, accepted)
-        jax.block_until_ready(state)
-
-    return kernel_times.record(work, GROUP), state
-
-
-def _looped(models: Models, params: Params, state, rows, sampling) -> float:
-    """Milliseconds of a round of the device's own loop; the first call compiles and is left out."""
-    no_end, times = jnp.full((models.run.batch, 1), -1, jnp.int32), []
-    for _ in range(LOOPS):
-        began = time.perf_counter()
         state, _ = jax.block_until_ready(
             decode_rounds(models, params, state, rows, sampling, no_end, rounds=LOOPED)
         )
+
+    for _ in range(LOOPS):
+        began = time.perf_counter()
+        work()
         times.append((time.perf_counter() - began) / LOOPED * 1e3)
-    return statistics.median(times[1:])
+    kernels = kernel_times.record(work, LOOPED) if profile else None
+    return statistics.median(times[1:]), kernels and kernels.span - kernels.busy
 
 
 def _randomised(state: DecodeState, context: int, seed: int) -> DecodeState:
@@ -259,9 +277,9 @@ def _admission(models: Models) -> Admission:
     )
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnums=0)
 def _forced(acceptance: Acceptance, tokens, accepted) -> Acceptance:
-    """The acceptance as if `accepted` proposals had matched; it alone, the rest is not copied."""
+    """The acceptance as if `accepted` proposals had matched, where it was; nothing is copied."""
     column = jnp.arange(tokens.shape[1])[None, :]
     following = jnp.roll(tokens, -1, axis=1)
     outputs = jnp.where(column < accepted, following, acceptance.outputs[:, :1])
@@ -283,19 +301,28 @@ def _report(name, result, target, draft, models, args, bandwidth) -> None:
     per_row += len(models.target.linear_layers) * 3 * 4 * (
         gdn.value_heads * gdn.value_dim * gdn.key_dim
     )
+    if "experts" in result:
+        moe, layers = models.target.moe, len(models.target.layer_types)
+        one = 3 * moe.intermediate * models.target.hidden * (1 if args.dtype == "fp8" else 2)
+        weights -= round((moe.num_experts - result["experts"]) * layers * one)
     total = weights + args.batch * per_row
     floor = total / bandwidth * 1e3
     print(f"{name}: queued {result['round']:.2f} ms (spread {result['spread']:.2f}), blocking "
           f"{result['blocking']:.2f} ms; {total / 1e9:.2f} GB, floor {floor:.2f} ms, ratio "
           f"{result['round'] / floor:.2f}")
     if "looped" in result:
-        print(f"{name}: looped {result['looped']:.2f} ms, ratio {result['looped'] / floor:.2f}")
+        idle = result["loop idle"]
+        told = "" if idle is None else f", {idle:.1f} us a round without a kernel"
+        print(f"{name}: looped {result['looped']:.2f} ms, ratio {result['looped'] / floor:.2f}"
+              f"{told}")
+    if "experts" in result:
+        print(f"{name}: {result['experts']:.1f} distinct experts a layer, counted on the device")
     if "kernels" in result:
         print(f"{name}: {chr(10).join(result['kernels'].lines())}")
     prefill = ""
-    if "prefill chunk" in result:
-        prefill = (f"prefill {result['prefill compile'] / 1e3:.1f} s (last chunk of {args.chunk} "
-                   f"tokens {result['prefill chunk']:.1f} ms), ")
+    if "prefill rate" in result:
+        prefill = (f"prefill {result['prefill compile'] / 1e3:.1f} s (chunks of {args.chunk} "
+                   f"behind the first: {result['prefill rate']:.0f} tokens/s), ")
     print(f"{name}: first calls: {prefill}round {result['round compile'] / 1e3:.1f} s; "
           f"peak {result['peak GB']:.1f} GB")
 

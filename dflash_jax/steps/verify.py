@@ -26,6 +26,22 @@ def verify(
       `Verification`; columns >= Q carry no meaning and have no effect.
     Source: contracts 6.
     """
+    tokens, columns = target_columns(state, rows, proposal, extent, chain=chain)
+    embedded = target_call(models, params, "embed", tokens)
+    output = target_call(models, params, "verify", embedded, columns, state.target)
+    return Verification(
+        logits=target_call(models, params, "logits", output.hidden),
+        hidden=output.hidden,
+        features=output.features,
+        kv_rows=output.kv_rows,
+        gdn_records=output.gdn,
+    )
+
+
+def target_columns(
+    state: DecodeState, rows: Rows, proposal: Proposal, extent: RoundExtent, *, chain: bool
+):
+    """The tokens [B, cols] that `verify` runs, and where they stand, `TargetColumns`."""
     sequence = state.sequence.gather(rows.lane)
     width = proposal.tokens.shape[1]
     # A lattice may hold fewer columns than a tree has room for.
@@ -43,15 +59,5 @@ def verify(
         "slot": rows.read_slot,
     }
     if chain:
-        columns = TargetColumns.chained(**place)
-    else:
-        columns = TargetColumns.tree(**place, parent=proposal.parent)
-    embedded = target_call(models, params, "embed", tokens)
-    output = target_call(models, params, "verify", embedded, columns, state.target)
-    return Verification(
-        logits=target_call(models, params, "logits", output.hidden),
-        hidden=output.hidden,
-        features=output.features,
-        kv_rows=output.kv_rows,
-        gdn_records=output.gdn,
-    )
+        return tokens, TargetColumns.chained(**place)
+    return tokens, TargetColumns.tree(**place, parent=proposal.parent)

@@ -40,6 +40,7 @@ class SparseMoe(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         scores = self.router(tokens, jnp.float32)
         routing = route(scores["experts"], self.config.moe.experts_per_token)
+        self.sow("intermediates", "experts", routing.experts)  # nothing unless somebody asks
         routed = expert_mlp(
             tokens, routing, self.gate_up, self.down, jnp.float32,
             scales=(self.gate_up_scale, self.down_scale), implementation=implementation,
