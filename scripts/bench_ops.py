@@ -3,8 +3,9 @@
     python scripts/bench_ops.py [--only NAME ...] [--full]
 
 One line per op, size and form: microseconds of a call inside a program of many calls on rotating
-operands, the bytes it must move, its floor at the copy bandwidth of the same run and the ratio to
-it. Operands are random. A form that misses its tolerance is reported and not timed; the exit status
+operands (with what the host takes to launch it, which a round hides) and of its kernels alone, the
+bytes it must move, its floor at the copy bandwidth of the same run and the kernels' ratio to it.
+Operands are random. A form that misses its tolerance is reported and not timed; the exit status
 is then 1.
 """
 
@@ -46,13 +47,14 @@ def report(case, form: str, bandwidth: float) -> bool:
     key = jax.random.key(0)
     try:
         error = f"error {case.check(form, key):.1e}" if case.exact else "not compared here"
-        taken = case.time(form, key)
+        taken, kernels = case.time(form, key)
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as fault:
         print(f"{case.name}, {form}: FAILED {str(fault).splitlines()[0]}", flush=True)
         return False
     floor = case.bytes / bandwidth * 1e6
-    print(f"{case.name}, {form}: {taken:.1f} us, {case.bytes / 1e6:.1f} MB, floor {floor:.1f} us, "
-          f"ratio {taken / floor:.2f}, {error}", flush=True)
+    inside = f" ({kernels:.1f} in kernels)" if kernels else ""
+    print(f"{case.name}, {form}: {taken:.1f} us{inside}, {case.bytes / 1e6:.1f} MB, floor "
+          f"{floor:.1f} us, ratio {(kernels or taken) / floor:.2f}, {error}", flush=True)
     return True
 
 

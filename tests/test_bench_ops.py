@@ -35,7 +35,7 @@ def test_a_form_beyond_it_is_reported_and_not_timed(form, capsys, monkeypatch):
 
 @pytest.mark.parametrize("case", [
     catalogue.verify(1, 8, chain=True), catalogue.verify(1, 6, chain=False),
-    catalogue.prefill(1, 66, 16),
+    catalogue.fold(1, 4, 3), catalogue.prefill(1, 66, 16),
     catalogue.ring(1, 2, 64), catalogue.paged(1, 2, 64), between.add_norm(2, 224),
     catalogue.blocks(3, 64, 48, block=16), between.target_heads(1, 2, 3, 1, dim=12, rotary=8),
     between.draft_heads(1, 2, 2, 1, dim=4),

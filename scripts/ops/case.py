@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scripts import kernel_times
+
 # Operands are rotated until they hold more than the second-level cache does, four times over.
 ROTATED_BYTES = 240e6
 MOST_COPIES = 24
@@ -50,8 +52,9 @@ class Case:
             raise ValueError(f"{self.name}, {form}: relative error {error:.2e} > {self.tolerance}")
         return error
 
-    def time(self, form: str, key) -> float:
-        """Microseconds of a call, the median over programs of many calls on different operands."""
+    def time(self, form: str, key) -> tuple[float, float]:
+        """Microseconds of a call, the median over programs of many calls on different operands; and
+        of its kernels, from a profiler trace of two such programs. 0 if the trace shows none."""
         state, one = self._apart(self.make(key))
         held = max(self.bytes, sum(x.nbytes for x in jax.tree.leaves(one)), 1.0)
         copies = int(min(MOST_COPIES, max(3, ROTATED_BYTES // held)))
@@ -59,14 +62,21 @@ class Case:
         program = self._program(self.forms[form])
         state, _ = jax.block_until_ready(program(state, sets))
         taken = []
-        for _ in range(REPEATS):
-            began, results = time.perf_counter(), []
-            for _ in range(4):
+
+        def run(programs):
+            nonlocal state
+            results = []
+            for _ in range(programs):
                 state, result = program(state, sets)
                 results.append(result)
             jax.block_until_ready((state, results))
+
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            run(4)
             taken.append((time.perf_counter() - began) / 4 / copies)
-        return statistics.median(taken) * 1e6
+        kernels = kernel_times.record(lambda: run(2), 2 * copies)
+        return statistics.median(taken) * 1e6, kernels.busy
 
     def _apart(self, operands):
         """The state, or nothing, and the other operands."""
