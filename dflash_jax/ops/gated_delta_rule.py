@@ -7,9 +7,10 @@ Per value head, with decay alpha = exp(g), normalised k and q, and state M [Dv, 
     o     = (M q) / sqrt(Dk)
 
 Verification never writes M; it leaves records (raw k, raw v, g, beta), and the fold replays the
-accepted ones with the same step function in the same loop form. That makes the folded state equal
-to verification's own trajectory bit for bit; a loop in one and an unrolled chain in the other are
-not equal, nor are two unrolled chains on a GPU. Source: contracts 6.3.4, 6.3.5 and 9.3.
+accepted ones with the same step. That makes the folded state equal to verification's own trajectory
+bit for bit: in XLA's form because both are a loop of the same form (a loop and an unrolled chain
+are not equal there, nor are two unrolled chains on a GPU), in the kernels because both do the same
+operations on the same tile. Source: contracts 6.3.4, 6.3.5 and 9.3.
 """
 
 import functools
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dflash_jax.ops.causal_conv1d import shift_history
 from dflash_jax.ops.dispatch import choose, choose_form
 from dflash_jax.ops.norm import l2norm
 from dflash_jax.pallas import gated_delta_prefill as prefill_kernels
@@ -67,27 +69,36 @@ def gated_delta_verify(
 
 
 def gated_delta_fold(
-    key, value, decay, recurrent, path, read_slot, write_slot, count, *, implementation="auto"
+    key, value, decay, conv_input, recurrent, conv, path, read_slot, write_slot, count, *,
+    implementation="auto",
 ):
-    """Applies the first `count` records of each row, in path order, to its state.
+    """Applies the first `count` records of each row, in path order, to its state and history.
 
     Args:                                                                  (B rows, W columns)
       key, value, decay: records, as in `gated_delta_verify`.
+      conv_input: [B, W, channels], records of the convolution.
       recurrent:  [slots, Hv, Dv, Dk] fp32; donate it in the enclosing jit.
+      conv:       [slots, kernel - 1, channels], dtype of conv_input; donate it too.
       path:       [B, W] int32, the column of each step; entries past count are never applied.
       read_slot, write_slot: [B] int32, the state that verification read, and where to put the
         result. Written slots are distinct and are no other row's read slot; out of range: idle.
       count:      [B] int32, records to apply, 0..W; 0 writes nothing.
       implementation: that of the verification. Static.
     Returns:
-      recurrent with each row's written slot bit for bit the state after `count` steps.
+      recurrent and conv with each row's written slot bit for bit what it is after `count` steps.
+    Raises: ValueError for shapes or dtypes.
     Source: contracts 9.3.
     """
     _check(key, value, decay, recurrent)
+    if conv.shape[2] != conv_input.shape[2] or conv.dtype != conv_input.dtype:
+        raise ValueError(
+            f"conv: expected {conv_input.dtype} [slots, kernel - 1, {conv_input.shape[2]}], got "
+            f"{conv.dtype} {conv.shape}"
+        )
     form = _choose(implementation, key, value)
     if form != "xla":
         return kernels.fold(
-            key, value, decay, recurrent, path, read_slot, write_slot, count,
+            key, value, decay, conv_input, recurrent, conv, path, read_slot, write_slot, count,
             interpret=form == "interpret",
         )
 
@@ -104,8 +115,12 @@ def gated_delta_fold(
               (("key", key), ("value", value), ("decay", decay))}
     inputs["index"] = jnp.arange(path.shape[1], dtype=jnp.int32)
     slots = recurrent.shape[0]
-    state = lax.scan(step, recurrent[jnp.minimum(read_slot, slots - 1)], inputs)[0]
-    return recurrent.at[jnp.where(count > 0, write_slot, slots)].set(state, mode="drop")
+    source, target = jnp.minimum(read_slot, slots - 1), jnp.where(count > 0, write_slot, slots)
+    state = lax.scan(step, recurrent[source], inputs)[0]
+    history = shift_history(conv[source], conv_input, path, count)
+    return (
+        recurrent.at[target].set(state, mode="drop"), conv.at[target].set(history, mode="drop")
+    )
 
 
 def gated_delta_prefill(

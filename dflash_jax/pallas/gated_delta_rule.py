@@ -28,6 +28,7 @@ from dflash_jax.pallas.common import (
     store,
 )
 
+_CHANNELS = 1024  # of the convolution's history that a program moves
 _L2_EPS = 1e-6
 
 
@@ -169,26 +170,37 @@ def _groups(body, count, state):
 
 
 @shared("interpret", "tiles")
-def fold(key, value, decay, recurrent, path, read_slot, write_slot, count, *, interpret,
-         tiles=None):
-    """Applies `count` records along `path` to the states of the pool, in place.
+def fold(key, value, decay, inputs, recurrent, conv, path, read_slot, write_slot, count, *,
+         interpret, tiles=None):
+    """Applies `count` records along `path` to the states of the pools, in place.
 
-    Args: as in the op, with the pool [slots, Hv, Dv, Dk], path [B, W] int32 (record of each step)
-      and the slots [B] int32 to read and write; a row with count = 0 writes nothing.
+    Args: as in the op, with the pools [slots, Hv, Dv, Dk] and [slots, kept, channels], path [B, W]
+      int32 (record of each step) and the slots [B] int32 to read and write; a row with count = 0
+      writes nothing.
     Returns:
-      the pool; donate it in the enclosing jit, or a copy is made first.
+      the pools; donate them in the enclosing jit, or copies are made first.
     """
     batch, columns, value_heads, value_dim = value.shape
     tiles = tiles or Tiles.of_fold(interpret)
     rows, group = min(tiles.value_dim, value_dim), tiles.group(columns)
-    slots = recurrent.shape[0]
+    slots, parts = recurrent.shape[0], value_dim // rows
+    # Behind the heads come programs for the convolution's history.
+    further = pl.cdiv(pl.cdiv(conv.shape[2], _CHANNELS), parts)
 
-    def kernel(key, value, decay, pool, path, read_slot, write_slot, count, out):
+    def kernel(key, value, decay, inputs, pool, conv, path, read_slot, write_slot, count, *outs):
+        out, conv_out = outs
         row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         place = pl.ds(part * rows, rows)
-        steps, target = count[row], write_slot[row]
+        steps, source, target = count[row], read_slot[row], write_slot[row]
+        moves = (steps > 0) & (target < slots)
 
-        @pl.when((steps > 0) & (target < slots))
+        @pl.when(moves & (head >= value_heads))
+        def _():
+            begin = ((head - value_heads) * parts + part) * _CHANNELS
+            where = jnp.minimum(source, slots - 1), target
+            _shift(inputs, conv, conv_out, path, row, where, steps, begin)
+
+        @pl.when(moves & (head < value_heads))
         def _():
             def several(number, state):
                 for offset in range(group):
@@ -199,21 +211,40 @@ def fold(key, value, decay, recurrent, path, read_slot, write_slot, count, *, in
                     state = jnp.where(index < steps, moved, state)
                 return state
 
-            state = pool[jnp.minimum(read_slot[row], slots - 1), head, place, :]
+            state = pool[jnp.minimum(source, slots - 1), head, place, :]
             groups = 1 if group == columns else pl.cdiv(steps, group)
             out[target, head, place, :] = _groups(several, groups, state)
 
     return gpu_call(
         kernel,
         name="gated_delta_fold",
-        out_shape=jax.ShapeDtypeStruct(recurrent.shape, recurrent.dtype),
-        grid=(batch, value_heads, value_dim // rows),
-        in_specs=[WHOLE] * 8,
-        out_specs=WHOLE,
-        aliases={3: 0},
+        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (recurrent, conv)),
+        grid=(batch, value_heads + further, parts),
+        in_specs=[WHOLE] * 10,
+        out_specs=(WHOLE,) * 2,
+        aliases={4: 0, 5: 1},
         interpret=interpret,
         num_warps=tiles.num_warps,
-    )(key, value, decay, recurrent, path, read_slot, write_slot, count)
+    )(key, value, decay, inputs, recurrent, conv, path, read_slot, write_slot, count)
+
+
+def _shift(inputs, conv, out, path, row, slots, steps, begin):
+    """The last columns of history ++ inputs[path[:steps]], of some channels; all of them are read
+    before the first is written, since a history may move within its slot."""
+    (kept, channels), columns = conv.shape[1:], inputs.shape[1]
+    channel = begin + jnp.arange(_CHANNELS, dtype=jnp.int32)
+    known = channel < channels
+    moved = []
+    for place in range(kept):
+        index = steps + place
+        older = jnp.minimum(index, kept - 1)
+        record = path[row, jnp.clip(index - kept, 0, columns - 1)]
+        record = jnp.clip(record, 0, columns - 1)
+        history = load(conv.at[broadcast(slots[0], older, channel)], mask=known, other=0.0)
+        new = load(inputs.at[broadcast(row, record, channel)], mask=known, other=0.0)
+        moved.append(jnp.where(index < kept, history, new))
+    for place, values in enumerate(moved):
+        store(out.at[broadcast(slots[1], place, channel)], values, mask=known)
 
 
 def _step(state, row, index, head, place, key, value, decay):

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from flax import struct
 
 from dflash_jax.config import GdnConfig
-from dflash_jax.ops.causal_conv1d import shift_history
 from dflash_jax.ops.gated_delta_rule import gated_delta_fold
 
 
@@ -66,14 +65,8 @@ def fold(state: GdnState, records: GdnRecords, rows, path, count, *, implementat
       count: [B] int32; a row with 0 leaves every byte unchanged.
     Source: contracts 9.3.
     """
-    slots = state.conv.shape[0]
-    recurrent = gated_delta_fold(
-        records.key, records.value, records.decay, state.recurrent, path, rows.read_slot,
-        rows.write_slot, count, implementation=implementation,
+    recurrent, conv = gated_delta_fold(
+        records.key, records.value, records.decay, records.conv_input, state.recurrent, state.conv,
+        path, rows.read_slot, rows.write_slot, count, implementation=implementation,
     )
-    history = state.conv[jnp.minimum(rows.read_slot, slots - 1)]
-    moved = shift_history(history, records.conv_input, path, count)
-    target = jnp.where(count > 0, rows.write_slot, slots)
-    return GdnState(
-        recurrent=recurrent, conv=state.conv.at[target].set(moved, mode="drop")
-    )
+    return GdnState(recurrent=recurrent, conv=conv)

@@ -83,33 +83,47 @@ def verify(batch: int, width: int, *, chain: bool) -> Case:
 def fold(batch: int, width: int, count: int) -> Case:
     """GDN commit of one 27B layer, in place: so many records of a block."""
     key_heads, value_heads, dim = 16, 48, 128
+    channels = (2 * key_heads + value_heads) * dim
 
     def make(key):
-        keys = jax.random.split(key, 4)
+        keys = jax.random.split(key, 6)
         gates = jax.random.normal(keys[2], (2, batch, width, value_heads))
         slot = jnp.arange(batch, dtype=jnp.int32)
         return (
             normal(keys[0], (batch, width, key_heads, dim)),
             normal(keys[1], (batch, width, value_heads, dim)),
             jnp.stack([-0.1 * jax.nn.softplus(gates[0]), jax.nn.sigmoid(gates[1])], axis=-1),
-            normal(keys[3], (batch, value_heads, dim, dim), jnp.float32, 0.1),
+            normal(keys[4], (batch, width, channels)),
+            (normal(keys[3], (batch, value_heads, dim, dim), jnp.float32, 0.1),
+             normal(keys[5], (batch, 3, channels))),
             jnp.tile(jnp.arange(width, dtype=jnp.int32), (batch, 1)), slot, slot,
             jnp.full((batch,), count, jnp.int32),
         )
 
-    def exact(key, value, decay, state, path, read, write, kept):
-        return np.stack([
+    def exact(key, value, decay, inputs, pools, path, read, write, kept):
+        state, conv = pools
+        states = [
             delta_oracle.sequence(state[b], key[b], key[b], value[b], decay[b], kept[b])[1]
             for b in range(batch)
-        ])
+        ]
+        histories = [
+            np.concatenate([conv[b], inputs[b, : kept[b]]])[-3:].astype(np.float64)
+            for b in range(batch)
+        ]
+        return np.stack(states), np.stack(histories)
+
+    def form(name):
+        def run(key, value, decay, inputs, pools, *rest):
+            return gated_delta_rule.gated_delta_fold(
+                key, value, decay, inputs, *pools, *rest, implementation=name
+            )
+        return run
 
     return Case(
         name=f"gated_delta_fold B={batch} W={width} N={count}",
-        bytes=2 * batch * value_heads * dim * dim * 4, make=make, state=3,
+        bytes=2 * batch * value_heads * dim * dim * 4, make=make, state=4,
         exact=exact if batch == 1 else None, tolerance=2e-5,
-        forms={form: functools.partial(
-            gated_delta_rule.gated_delta_fold, implementation=form
-        ) for form in BOTH},
+        forms={name: form(name) for name in BOTH},
     )
 
 

@@ -187,13 +187,14 @@ def test_going_on_from_the_fold_continues_the_chain(count, form):
     whole, inputs = call(case, shape, form)
     rows = jnp.asarray(case["slot"])
     path = jnp.arange(10, dtype=jnp.int32)[None]
-    state = gated_delta_fold(
-        inputs.key, inputs.value, inputs.decay, jnp.asarray(case["recurrent"]), path, rows, rows,
-        jnp.array([count], jnp.int32), implementation=form,
+    state, conv = gated_delta_fold(
+        inputs.key, inputs.value, inputs.decay, inputs.conv_input, jnp.asarray(case["recurrent"]),
+        case["conv"], path, rows, rows, jnp.array([count], jnp.int32), implementation=form,
     )
     columns = np.concatenate([case["conv"][rows[0]], inputs.conv_input[0]])
-    conv = np.array(case["conv"])
-    conv[case["slot"][0]] = columns[count : count + shape.taps - 1]
+    expected = np.array(case["conv"])
+    expected[case["slot"][0]] = columns[count : count + shape.taps - 1]
+    np.testing.assert_array_equal(conv, expected)
     rest = 10 - count
     moved = np.roll(case["projected"], -count, axis=1)
     after, _ = call(

@@ -29,14 +29,14 @@ BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
 @dataclasses.dataclass(frozen=True)
 class KernelCase:
     """name; fn and the shapes of its arguments; names of our kernels that it launches, in order;
-    the argument that is updated in place; whether the kernel is one of Mosaic GPU.
+    the arguments that are updated in place; whether the kernel is one of Mosaic GPU.
     """
 
     name: str
     fn: Callable
     avals: tuple
     kernels: tuple[str, ...]
-    state: int | None = None
+    state: tuple[int, ...] = ()
     mosaic: bool = False
 
 
@@ -97,17 +97,17 @@ def delta(batch, width, key_heads, value_heads, dim, *, chain):
 
 
 def fold(batch, width, key_heads, value_heads, dim):
-    rows = shape(batch, dtype=I32)
+    rows, channels = shape(batch, dtype=I32), (2 * key_heads + value_heads) * dim
     return KernelCase(
         name=f"gated_delta_fold B={batch} W={width} {value_heads} heads",
         fn=functools.partial(gated_delta_rule.gated_delta_fold, implementation="pallas"),
         avals=(
             shape(batch, width, key_heads, dim), shape(batch, width, value_heads, dim),
-            shape(batch, width, value_heads, 2, dtype=F32),
-            shape(batch + 1, value_heads, dim, dim, dtype=F32), shape(batch, width, dtype=I32),
-            rows, rows, rows,
+            shape(batch, width, value_heads, 2, dtype=F32), shape(batch, width, channels),
+            shape(batch + 1, value_heads, dim, dim, dtype=F32), shape(batch + 1, 3, channels),
+            shape(batch, width, dtype=I32), rows, rows, rows,
         ),
-        kernels=("gated_delta_fold",), state=3,
+        kernels=("gated_delta_fold",), state=(4, 5),
     )
 
 
@@ -215,7 +215,7 @@ def context(batch, columns, paged, kv_heads=8, dim=128, window=2048, dtypes=(BF1
             tuple(tuple(shape(*places[kind], dtype=d) for d in dtypes) for kind in paged),
             rows, shape(batch, 256, dtype=I32), rows, rows,
         ),
-        kernels=("context_kv_materialize",), state=2,
+        kernels=("context_kv_materialize",), state=(2,),
     )
 
 
