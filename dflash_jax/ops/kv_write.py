@@ -1,11 +1,14 @@
 """Scatters of K or V rows into paged storage and into cyclic rings.
 
-Both writes drop dead rows by sending them to an index that is out of range and positive: a negative
+All writes drop dead rows by sending them to an index that is out of range and positive: a negative
 index would wrap to the last page or ring.
 """
 
 import jax
 import jax.numpy as jnp
+
+from dflash_jax.ops.dispatch import choose_form
+from dflash_jax.pallas import kv_write as kernel
 
 
 def write_pages(pages, rows, table, start, count):
@@ -33,6 +36,45 @@ def write_pages(pages, rows, table, start, count):
     page_id = jnp.where(mapped, page_id, num_pages)
     return pages.at[:, page_id, position % page].set(
         jnp.transpose(rows, (2, 0, 1, 3)), mode="drop"
+    )
+
+
+def write_layers(pools, rows, path, table, start, count, *, implementation="auto"):
+    """`write_pages` of the columns along a path, keys and values of all layers.
+
+    Args:                                                                  (B rows, W columns)
+      pools: per layer (keys, values), each as `pages` above and of one shape; donate them in the
+        enclosing jit.
+      rows:  per layer (keys, values), each [B, W, Hkv, D] of its pool's dtype.
+      path:  [B, W] int32, the column that is stored in each place; entries from count on are never
+        read.
+      table, start, count: as above; a page belongs to one row.
+      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static.
+    Returns:
+      the pools, per layer (keys, values).
+    Raises: ValueError for shapes or dtypes; NotImplementedError if a named kernel lacks the case.
+    Source: contracts 9.3.
+    """
+    for pool, given in zip(pools, rows, strict=True):
+        for pages, row in zip(pool, given, strict=True):
+            _check("pages", pages, row)
+            if pages.shape != pools[0][0].shape:
+                raise ValueError(f"pools: expected one shape, got {pages.shape} beside others")
+    if not pools:
+        return ()
+    dim = pools[0][0].shape[3]
+    lacking = None if kernel.supports(dim) else f"power-of-two heads, got {dim}"
+    form = choose_form("kv_write", implementation, lacking, auto_gpu="pallas")
+    if form != "xla":
+        return kernel.write(pools, rows, path, table, start, count, interpret=form == "interpret")
+
+    def one(pages, row):
+        along = jnp.take_along_axis(row, path[:, :, None, None], axis=1, mode="clip")
+        return write_pages(pages, along, table, start, count)
+
+    return tuple(
+        (one(pool[0], given[0]), one(pool[1], given[1]))
+        for pool, given in zip(pools, rows, strict=True)
     )
 
 

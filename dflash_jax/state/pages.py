@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dflash_jax.ops.kv_write import write_pages
+from dflash_jax.ops.kv_write import write_layers, write_pages
 
 
 @struct.dataclass
@@ -30,6 +30,17 @@ class KVPages:
             key=write_pages(self.key, key, table, start, count),
             value=write_pages(self.value, value, table, start, count),
         )
+
+
+def write_all(
+    layers: tuple[KVPages, ...], rows, path, table, start, count, *, implementation
+) -> tuple[KVPages, ...]:
+    """Stores the columns along a path of all layers; see `write_layers`."""
+    pools = tuple((pages.key, pages.value) for pages in layers)
+    written = write_layers(
+        pools, rows, path, table, start, count, implementation=implementation
+    )
+    return tuple(KVPages(key=key, value=value) for key, value in written)
 
 
 @struct.dataclass

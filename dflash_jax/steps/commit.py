@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from dflash_jax.state.decode import DecodeState, Rows
 from dflash_jax.state.gdn import fold
+from dflash_jax.state.pages import write_all
 from dflash_jax.state.scratch import RoundScratch
 from dflash_jax.steps.models import Models
 
@@ -35,9 +36,9 @@ def commit(
     def along(x):
         return jnp.take_along_axis(x, path.reshape(*path.shape, *(1,) * (x.ndim - 2)), axis=1)
 
-    kv = tuple(
-        pages.write(along(key), along(value), table, before.frontier, committed)
-        for pages, (key, value) in zip(state.target.kv, verification.kv_rows, strict=True)
+    kv = write_all(
+        state.target.kv, verification.kv_rows, path, table, before.frontier, committed,
+        implementation=models.run.implementation,
     )
     gdn = tuple(
         fold(layer, records, rows, path, committed, implementation=models.run.implementation)

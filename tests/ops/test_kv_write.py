@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from dflash_jax.ops.kv_write import write_pages, write_ring
+from dflash_jax.ops.kv_write import write_layers, write_pages, write_ring
 from tests.oracles import kv_write as oracle
 from tests.tolerances import assert_same_bits
 
@@ -106,6 +106,57 @@ def test_page_writes_do_not_depend_on_how_rows_are_split(cut):
     rest = np.roll(rows, -cut, axis=1)
     twice = jit_pages(first, rest, TABLE, start + cut, ints(6 - cut, 6 - cut, 0))
     assert_same_bits(twice, once)
+
+
+# --- all layers along a path ---------------------------------------------------------------------
+
+FORMS = pytest.mark.parametrize(
+    "form", ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
+
+
+@FORMS
+@pytest.mark.parametrize("start, count", [
+    ((0, 0, 0), (4, 3, 2)), ((3, 4, 0), (2, 1, 0)), ((5, 6, 3), (4, 4, 1)), ((11, 7, 9), (1, 4, 2)),
+])
+def test_columns_of_a_path_reach_their_positions_in_every_layer(form, start, count):
+    """Nothing else changes; columns off the path, and places past the count, may be anything."""
+    layers, paths = 3, np.array([[0, 2, 3, 5], [0, 1, 4, 5], [0, 3, 5, 1]], np.int32)
+    pools = tuple(
+        tuple(distinct((HEADS, NUM_PAGES, PAGE, DIM), dtype, offset=50 * layer + side)
+              for side, dtype in enumerate(("bfloat16", "float16")))
+        for layer in range(layers)
+    )
+    rows = tuple(
+        tuple(-distinct((3, 6, HEADS, DIM), pool.dtype, offset=7 * layer + side + 1)
+              for side, pool in enumerate(pair))
+        for layer, pair in enumerate(pools)
+    )
+    along = jax.tree.map(
+        lambda x: np.take_along_axis(x, paths[:, :, None, None], axis=1), rows
+    )
+    expected = jax.tree.map(
+        lambda pool, row: oracle.write_pages(pool, row, TABLE, start, count), pools, along
+    )
+    path = paths.copy()
+    for b, kept in enumerate(count):
+        path[b, kept:] = (10**6, -3, 77, -(10**6))[: 4 - kept]
+        for leaf in jax.tree.leaves(rows):
+            leaf[b, np.setdiff1d(np.arange(6), paths[b, :kept])] = np.nan
+    actual = jax.jit(lambda *args: write_layers(*args, implementation=form))(
+        pools, rows, path, TABLE, ints(*start), ints(*count)
+    )
+    for own, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert_same_bits(own, other)
+
+
+def test_layers_of_several_shapes_are_refused():
+    one, other = (distinct((HEADS, n, PAGE, DIM)) for n in (NUM_PAGES, 3))
+    rows = distinct((3, 6, HEADS, DIM))
+    with pytest.raises(ValueError, match="pools: expected one shape"):
+        write_layers(
+            ((one, one), (other, other)), ((rows, rows),) * 2, ints([0]), TABLE, ints(0), ints(0)
+        )
 
 
 # --- rings -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dflash_jax.ops import (
     dynamic_grouped_conv,
     gated_delta_block,
     gated_delta_rule,
+    kv_write,
     norm,
     norm_rope,
     skinny_linear,
@@ -108,6 +109,20 @@ def fold(batch, width, key_heads, value_heads, dim):
             shape(batch, width, dtype=I32), rows, rows, rows,
         ),
         kernels=("gated_delta_fold",), state=(4, 5),
+    )
+
+
+def kv_write_case(batch, columns, layers, kv_heads, dim):
+    pool, row = shape(kv_heads, 70, 64, dim), shape(batch, columns, kv_heads, dim)
+    rows = shape(batch, dtype=I32)
+    return KernelCase(
+        name=f"kv_write B={batch} W={columns} {layers} layers",
+        fn=functools.partial(kv_write.write_layers, implementation="pallas"),
+        avals=(
+            ((pool, pool),) * layers, ((row, row),) * layers, shape(batch, columns, dtype=I32),
+            shape(batch, 68, dtype=I32), rows, rows,
+        ),
+        kernels=("kv_write",), state=(0,),
     )
 
 
@@ -322,6 +337,7 @@ CASES = (
     ring(1, 4, 4, 2, 32, 16, dtypes=(F32, F32)),
     delta(1, 8, 16, 48, 128, chain=True), delta(8, 16, 16, 32, 128, chain=True),
     delta(1, 16, 16, 48, 128, chain=False), delta(2, 5, 1, 3, 16, chain=True),
+    kv_write_case(1, 8, 16, 4, 256), kv_write_case(8, 5, 2, 2, 128),
     fold(1, 8, 16, 48, 128), fold(8, 16, 16, 32, 128), fold(2, 5, 1, 3, 16),
     delta_prefill(1, 1024, 16, 48, 128, 128), delta_prefill(8, 1024, 16, 32, 128, 128),
     delta_prefill(3, 130, 1, 3, 16, 32), delta_prefill(2, 65, 2, 4, 128, 16, F32),
