@@ -240,7 +240,7 @@ def _looped(models: Models, params: Params, state, rows, sampling, profile: bool
         work()
         times.append((time.perf_counter() - began) / LOOPED * 1e3)
     kernels = kernel_times.record(work, LOOPED) if profile else None
-    return statistics.median(times[1:]), kernels and kernels.span - kernels.busy
+    return statistics.median(times[1:]), kernels and kernels.idle
 
 
 def _randomised(state: DecodeState, context: int, seed: int) -> DecodeState:

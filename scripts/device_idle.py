@@ -68,7 +68,7 @@ def read(planes) -> Trace:
             _interval(event) for event in _host_events(planes)
             if any(name == "hlo_op" for name, _ in event.stats)
         ]
-    return Trace(busy=_union(busy), parts={name: np.array(sorted(one))
+    return Trace(busy=union(busy), parts={name: np.array(sorted(one))
                                            for name, one in parts.items()})
 
 
@@ -103,7 +103,7 @@ def _interval(event) -> tuple[float, float]:
     return event.start_ns, event.start_ns + event.duration_ns
 
 
-def _union(intervals) -> np.ndarray:
+def union(intervals) -> np.ndarray:
     """The same time without overlaps."""
     merged = []
     for start, end in sorted(intervals):

@@ -5,7 +5,9 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from scripts.device_idle import profile
+import numpy as np
+
+from scripts.device_idle import profile, union
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,11 +18,13 @@ class Kernels:
       microseconds: time in kernels of a name, numbers at its end left out.
       launches: how many of them.
       span: microseconds from the first kernel's start to the last one's end.
+      idle: microseconds of the span in which no kernel ran; several may run at once.
     """
 
     microseconds: dict[str, float]
     launches: dict[str, float]
     span: float
+    idle: float
 
     @property
     def busy(self) -> float:
@@ -34,7 +38,7 @@ class Kernels:
             for name in names[:most]
         ]
         return [f"{sum(self.launches.values()):.0f} launches, busy {self.busy / 1e3:.3f} ms of "
-                f"{self.span / 1e3:.3f} ms", *rows]
+                f"{self.span / 1e3:.3f} ms, {self.idle:.0f} us idle", *rows]
 
 
 def record(work: Callable[[], None], count: int) -> Kernels:
@@ -44,7 +48,7 @@ def record(work: Callable[[], None], count: int) -> Kernels:
 
 def read(planes, count: int) -> Kernels:
     """The kernels in the streams of device planes, as averages over `count` rounds."""
-    time, launches, ends = collections.Counter(), collections.Counter(), []
+    time, launches, runs = collections.Counter(), collections.Counter(), []
     for plane in planes:
         if not plane.name.startswith("/device:"):
             continue
@@ -55,6 +59,8 @@ def read(planes, count: int) -> Kernels:
                 name = re.sub(r"[._]?\d+$", "", event.name)
                 time[name] += event.duration_ns / 1e3 / count
                 launches[name] += 1 / count
-                ends += [event.start_ns, event.start_ns + event.duration_ns]
-    span = (max(ends) - min(ends)) / 1e3 / count if ends else 0.0
-    return Kernels(microseconds=dict(time), launches=dict(launches), span=span)
+                runs.append((event.start_ns, event.start_ns + event.duration_ns))
+    busy = union(runs)
+    span = (busy[-1, 1] - busy[0, 0]) / 1e3 / count if runs else 0.0
+    idle = span - float(np.sum(busy[:, 1] - busy[:, 0])) / 1e3 / count
+    return Kernels(microseconds=dict(time), launches=dict(launches), span=span, idle=idle)

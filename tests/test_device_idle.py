@@ -87,7 +87,14 @@ def test_kernels_of_a_round_are_summed_by_name():
     found = kernel_times.read(planes, count=2)
     assert found.microseconds == pytest.approx({"gemm_fusion_dot": 3000, "loop_add_fusion": 500})
     assert found.launches == {"gemm_fusion_dot": 1, "loop_add_fusion": 0.5}
-    assert found.span == pytest.approx(4000)
+    assert found.span == pytest.approx(4000) and found.idle == pytest.approx(500)
     assert found.lines(1) == [
-        "2 launches, busy 3.500 ms of 4.000 ms", "    3000.0 us     1.0 x  gemm_fusion_dot",
+        "2 launches, busy 3.500 ms of 4.000 ms, 500 us idle", "    3000.0 us     1.0 x  gemm_fusion_dot",
     ]
+
+
+def test_kernels_that_run_at_once_leave_no_time_idle():
+    kernels = [event("a", 0, 6), event("b", 1, 9), event("c", 10, 12)]
+    found = kernel_times.read([plane("/device:GPU:0", **{"Stream #1": kernels})], count=1)
+    assert found.busy == pytest.approx(16000) and found.span == pytest.approx(12000)
+    assert found.idle == pytest.approx(1000)
