@@ -89,7 +89,8 @@ def test_kernels_of_a_round_are_summed_by_name():
     assert found.launches == {"gemm_fusion_dot": 1, "loop_add_fusion": 0.5}
     assert found.span == pytest.approx(4000) and found.idle == pytest.approx(500)
     assert found.lines(1) == [
-        "2 launches, busy 3.500 ms of 4.000 ms, 500 us idle", "    3000.0 us     1.0 x  gemm_fusion_dot",
+        "2 launches, busy 3.500 ms of 4.000 ms, 500 us idle",
+        "    3000.0 us     1.0 x  gemm_fusion_dot",
     ]
 
 
