@@ -7,6 +7,7 @@ from jax import lax
 
 from dflash_jax.ops.block_scaled_linear import BlockScale, check_scale, dequantise
 from dflash_jax.ops.dispatch import choose_form
+from dflash_jax.pallas import routing as routing_kernel
 from dflash_jax.pallas import sparse_moe as kernel
 
 # Up to here an expert multiplies all tokens, chosen or not: more products, but no sort by expert,
@@ -29,26 +30,42 @@ class Routing:
     weights: jax.Array
 
 
-def route(logits, experts_per_token):
+def route(logits, experts_per_token, *, experts=None, implementation="auto"):
     """Chooses the experts of every token: the k largest logits, equal ones by lower expert id.
 
     weights = softmax over all experts, restricted to the chosen and divided by their sum, which
     is the softmax of the chosen logits.
 
     Args:
-      logits:            [T, E] fp32.
+      logits:            [T, E] fp32; with `experts`, columns behind the first E are not read.
       experts_per_token: k <= E. Static.
+      experts:           E, None for all columns. Static.
+      implementation:    "xla", "pallas", "interpret" or "auto", which is "xla". Static.
     Returns:
       Routing.
-    Raises: ValueError for shapes, dtypes or k.
+    Raises: ValueError for shapes, dtypes or k; NotImplementedError if a named kernel lacks them.
     Source: contracts 6.3.6.
     """
     if logits.ndim != 2 or logits.dtype != jnp.float32:
         raise ValueError(f"logits: expected float32 [T, E], got {logits.dtype} {logits.shape}")
-    if not 0 < experts_per_token <= logits.shape[1]:
+    experts = logits.shape[1] if experts is None else experts
+    if not 0 < experts_per_token <= experts <= logits.shape[1]:
         raise ValueError(
-            f"experts_per_token: expected 1..{logits.shape[1]}, got {experts_per_token}"
+            f"experts_per_token: expected 1..{experts} of {logits.shape[1]} columns, got "
+            f"{experts_per_token}"
         )
+    lacking = None if routing_kernel.supports(experts, experts_per_token) else (
+        f"at most {routing_kernel.MAX_EXPERTS} experts and {routing_kernel.MAX_CHOSEN} of them a "
+        f"token, got "
+        f"{experts} and {experts_per_token}"
+    )
+    form = choose_form("route", implementation, lacking)
+    if form != "xla":
+        ids, weights = routing_kernel.route(
+            logits, experts=experts, chosen=experts_per_token, interpret=form == "interpret"
+        )
+        return Routing(experts=ids, weights=weights)
+    logits = logits[:, :experts]
     chosen, experts = lax.top_k(jnp.where(logits == 0, 0.0, logits), experts_per_token)
     return Routing(experts=experts, weights=jax.nn.softmax(chosen, axis=-1))
 

@@ -63,15 +63,6 @@ def dot(left, right):
     )
 
 
-def dot_three_passes(left, right):
-    """fp32 [m, k] times fp32 [k, n] on the tensor cores: three TF32 products, about fp32's
-    accuracy. The operands are split in registers; a CPU has no such product (interpret mode)."""
-    return lax.dot_general(
-        left, right, (((1,), (0,)), ((), ())),
-        precision=lax.DotAlgorithmPreset.TF32_TF32_F32_X3, preferred_element_type=jnp.float32,
-    )
-
-
 # Four float8 values in one register become two registers of bfloat16 pairs: sign, exponent and
 # mantissa move to their places, and a product with 2^120 corrects the exponent's bias. Exact; the
 # hardware's own conversion goes through float16 one value at a time and takes longer than the load.

@@ -87,7 +87,7 @@ def _kernel(k: int, kept: int, shape: tuple[int, int], entries_first: bool, elig
 
         def choose_block(rank, carry):
             chosen, left = carry
-            _, place = _first_largest(left, places)
+            _, place = first_largest(left, places)
             return jnp.where(slot == rank, place, chosen), jnp.where(
                 places == place, LOWEST, left
             )
@@ -105,7 +105,7 @@ def _kernel(k: int, kept: int, shape: tuple[int, int], entries_first: bool, elig
 
         def choose(rank, carry):
             found, at, left = carry
-            largest, place = _first_largest(left, index)
+            largest, place = first_largest(left, index)
             found = jnp.where(slot == rank, largest, found)
             at = jnp.where(slot == rank, place, at)
             return found, at, jnp.where(index == place, LOWEST, left)
@@ -118,7 +118,7 @@ def _kernel(k: int, kept: int, shape: tuple[int, int], entries_first: bool, elig
     return kernel
 
 
-def _first_largest(keys, index):
+def first_largest(keys, index):
     """The largest key and the lowest index that has it."""
     largest = jnp.max(keys)
     return largest, jnp.min(jnp.where(keys == largest, index, np.int32(2**31 - 1)))

@@ -38,8 +38,11 @@ class SparseMoe(nn.Module):
         dtype = self.dtypes.activation_dtype
         implementation = "xla" if prefill else self.implementation
         tokens = x.reshape(-1, x.shape[-1])
-        scores = self.router(tokens, jnp.float32)
-        routing = route(scores["experts"], self.config.moe.experts_per_token)
+        scores, experts = self.router.joined(tokens, jnp.float32), self.config.moe.num_experts
+        routing = route(
+            scores, self.config.moe.experts_per_token, experts=experts,
+            implementation=implementation,
+        )
         self.sow("intermediates", "experts", routing.experts)  # nothing unless somebody asks
         routed = expert_mlp(
             tokens, routing, self.gate_up, self.down, jnp.float32,
@@ -48,7 +51,7 @@ class SparseMoe(nn.Module):
         # Apart: XLA would join the router's product with this one, and their matrices every time.
         apart = lax.optimization_barrier(tokens)
         shared = self.shared(apart, jnp.float32, implementation)
-        shared = shared * jax.nn.sigmoid(scores["shared"])
+        shared = shared * jax.nn.sigmoid(scores[:, experts:])
         return (routed + shared).astype(dtype).reshape(x.shape)
 
     def _block(self, name):

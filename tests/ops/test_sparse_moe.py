@@ -34,24 +34,58 @@ def expected_of(x, routing, gate_up, down):
     return oracle.expert_mlp(wide[0], np.asarray(routing.experts), *wide[1:])
 
 
+ROUTE_FORMS = pytest.mark.parametrize(
+    "form", ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
+
+
+@ROUTE_FORMS
 @pytest.mark.parametrize("k", [1, 3, 9])
-def test_routing_is_the_renormalised_softmax_of_the_best(k):
+def test_routing_is_the_renormalised_softmax_of_the_best(k, form):
+    """Of the experts' columns; what stands behind them is never read."""
     logits = arrays(7)[1]
-    routing = moe.route(logits, k)
+    wide = jnp.concatenate([logits, jnp.full((7, 1), jnp.nan)], axis=1)
+    routing = moe.route(wide, k, experts=logits.shape[1], implementation=form)
     experts, weights = oracle.route(as_float64(logits), k)
     assert np.array_equal(routing.experts, experts) and routing.experts.dtype == jnp.int32
     assert_close(routing.weights, weights, FP32)
 
 
-def test_equal_router_logits_choose_the_lower_expert():
+@ROUTE_FORMS
+@pytest.mark.parametrize("experts, k, tokens", [(256, 8, 8), (512, 10, 3), (60, 4, 1)])
+def test_routing_at_the_sizes_of_large_models(experts, k, tokens, form):
+    logits = np.random.default_rng(k).normal(size=(tokens, experts)).astype(np.float32)
+    routing = moe.route(jnp.asarray(logits), k, implementation=form)
+    ids, weights = oracle.route(logits.astype(np.float64), k)
+    assert np.array_equal(routing.experts, ids)
+    assert_close(routing.weights, weights, FP32)
+
+
+@ROUTE_FORMS
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_dead_tokens_logits_name_experts_that_exist_and_change_no_other_token(value, form):
+    logits = np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)
+    clean = moe.route(jnp.asarray(logits), 4, implementation=form)
+    logits[1] = value
+    routing = moe.route(jnp.asarray(logits), 4, implementation=form)
+    assert np.asarray(routing.experts).min() >= 0 and np.asarray(routing.experts).max() < 16
+    assert len(set(routing.experts[1].tolist())) == 4
+    for own, other in ((routing.experts, clean.experts), (routing.weights, clean.weights)):
+        assert np.array_equal(own[::2], other[::2])
+
+
+@ROUTE_FORMS
+def test_equal_router_logits_choose_the_lower_expert(form):
     logits = jnp.asarray([[1.0, 2.0, 2.0, 2.0], [-0.0, 0.0, -0.0, 0.0], [0.0, -0.0, 5.0, -1.0]])
-    routing = moe.route(logits.astype(jnp.float32), 2)
+    routing = moe.route(logits.astype(jnp.float32), 2, implementation=form)
     assert routing.experts.tolist() == [[1, 2], [0, 1], [2, 0]]
     assert routing.weights[:2].tolist() == [[0.5, 0.5]] * 2
 
 
-def test_far_logits_give_finite_weights():
-    routing = moe.route(jnp.asarray([[3e4, -3e4, 3e4 - 1]], jnp.float32), 3)
+@ROUTE_FORMS
+def test_far_logits_give_finite_weights(form):
+    logits = jnp.asarray([[3e4, -3e4, 3e4 - 1]], jnp.float32)
+    routing = moe.route(logits, 3, implementation=form)
     assert_close(routing.weights, [[0.7310585786, 0.2689414214, 0.0]], FP32)
 
 

@@ -112,6 +112,17 @@ def fold(batch, width, key_heads, value_heads, dim):
     )
 
 
+def route(tokens, experts, chosen):
+    return KernelCase(
+        name=f"route T={tokens} {chosen} of {experts}",
+        fn=functools.partial(
+            sparse_moe.route, experts_per_token=chosen, experts=experts, implementation="pallas"
+        ),
+        avals=(shape(tokens, experts + 1, dtype=F32),),
+        kernels=("route",),
+    )
+
+
 def kv_write_case(batch, columns, layers, kv_heads, dim):
     pool, row = shape(kv_heads, 70, 64, dim), shape(batch, columns, kv_heads, dim)
     rows = shape(batch, dtype=I32)
@@ -337,6 +348,7 @@ CASES = (
     ring(1, 4, 4, 2, 32, 16, dtypes=(F32, F32)),
     delta(1, 8, 16, 48, 128, chain=True), delta(8, 16, 16, 32, 128, chain=True),
     delta(1, 16, 16, 48, 128, chain=False), delta(2, 5, 1, 3, 16, chain=True),
+    route(8, 256, 8), route(128, 60, 4),
     kv_write_case(1, 8, 16, 4, 256), kv_write_case(8, 5, 2, 2, 128),
     fold(1, 8, 16, 48, 128), fold(8, 16, 16, 32, 128), fold(2, 5, 1, 3, 16),
     delta_prefill(1, 1024, 16, 48, 128, 128), delta_prefill(8, 1024, 16, 32, 128, 128),
