@@ -5,29 +5,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.sampling.params import SamplingArrays
-from dflash_jax.steps import speculate
+from dflash_jax.state.decode import Rows
+from dflash_jax.state.scratch import RoundExtent
 from dflash_jax.steps.experts import active_experts
+from dflash_jax.steps.init import random_params
 from dflash_jax.target.moe import SparseMoe
 from tests import cases
-from tests.steps.harness import Session, extent_of
+from tests.steps.harness import chain_proposal
 
 
-def scene(target):
-    models = cases.tiny_models(target, "dflash", 3, 2)
-    session = Session(models, cases.leaning_params(models))
-    session.admit({lane: cases.prompts(models)[lane] for lane in (0, 1)}, 12)
-    rows = session.rows([0, 1])
-    extent = extent_of(models, session.state, rows)
-    state = jax.tree.map(jnp.copy, session.state)
-    state, scratch = speculate(
-        models, session.params, state, rows, SamplingArrays.greedy(2), extent
+def scene():
+    """A verification of four random columns in two lanes that hold nothing."""
+    models = cases.tiny_models("moe", "dflash", 3, 2)
+    tokens = jax.random.randint(jax.random.key(0), (2, 4), 0, models.target.public_vocab)
+    four = jnp.full((2,), 4, jnp.int32)
+    extent = RoundExtent(proposals=four - 1, columns=four, draft_columns=four)
+    return (
+        models, random_params(models, 0), models.zeros(), Rows.of((0, 1)), chain_proposal(tokens),
+        extent,
     )
-    return models, session.params, state, rows, scratch.proposal, extent
 
 
 def test_distinct_experts_of_a_layer_are_those_that_its_router_chose(monkeypatch):
-    inputs = scene("moe")
+    inputs = scene()
     models, seen, call = inputs[0], [], SparseMoe.__call__
 
     def watched(self, x, **options):
@@ -48,5 +48,6 @@ def test_distinct_experts_of_a_layer_are_those_that_its_router_chose(monkeypatch
 
 
 def test_a_dense_target_has_no_experts_to_count():
+    models = cases.tiny_models("dense", "dflash", 3, 2)
     with pytest.raises(ValueError, match="target: expected a mixture of experts, got a dense one"):
-        active_experts(*scene("dense"))
+        active_experts(models, None, None, None, None, None)
