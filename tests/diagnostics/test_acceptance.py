@@ -66,7 +66,9 @@ def test_counters_follow_a_hand_made_round():
     assert counters.recall_all.tolist() == [2, 2, 1]
 
 
-@pytest.fixture(scope="module", params=["tiny_dflash", "tiny_dflash2"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("tiny_dflash", marks=pytest.mark.slow), "tiny_dflash2"]
+)
 def sampled_run(request):
     """Counters, and the judged columns' expected acceptance, of rounds at temperature 1."""
     policy = DtypePolicy.exact()

@@ -100,7 +100,10 @@ def test_prefill_follows_the_recurrence_for_short_chunks(length, monkeypatch):
 
 
 @FORMS
-@pytest.mark.parametrize("rate", [0.0, 1e-3, 5.0, 60.0])
+@pytest.mark.parametrize(
+    "rate", [0.0, pytest.param(1e-3, marks=pytest.mark.slow), 5.0,
+             pytest.param(60.0, marks=pytest.mark.slow)]
+)
 def test_prefill_follows_the_recurrence_for_weak_and_strong_decay(rate, form):
     columns, state = make_columns(2, 70), make_state(2)
     columns.decay[..., 0] = -rate
@@ -139,7 +142,7 @@ def test_dead_prefill_columns_never_leak(poison, form):
 
 
 @FORMS
-@pytest.mark.parametrize("cut", [1, 35, 64, 69])
+@pytest.mark.parametrize("cut", [1, pytest.param(35, marks=pytest.mark.slow), 64, 69])
 def test_d10_prefill_in_two_chunks_is_prefill_in_one(cut, form):
     columns, state = make_columns(2, 70), make_state(2)
     whole, final = prefill(columns, state, [70, 70], form=form)

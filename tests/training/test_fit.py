@@ -19,7 +19,7 @@ from tests.training import scenes
 Usage = namedtuple("Usage", "total used free")
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash2"])
+@pytest.mark.parametrize("name", [pytest.param("dflash", marks=pytest.mark.slow), "dflash2"])
 def test_a11_an_overfitted_sequence_is_accepted_whole_by_the_librarys_round(name):
     """Shifted labels, causal noise masks or an ignored tied head would leave acceptance near 0."""
     prompt = scenes.tokens()[0, : scenes.PROMPT].tolist()
