@@ -22,24 +22,26 @@ from scripts.bench_round import copy_bandwidth
 from scripts.ops.catalogue import cases
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts of names")
     parser.add_argument("--full", action="store_true", help="larger batches and contexts too")
     parser.add_argument("--forms", nargs="+", help="only these forms")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    chosen = [
+        (case, form)
+        for case in cases(arguments.full)
+        if any(part in case.name for part in arguments.only)
+        for form in case.forms
+        if not arguments.forms or form in arguments.forms
+    ]
+    if not chosen:
+        parser.error(f"--only, --forms: expected parts of a case's name and forms of it, got "
+                     f"{arguments.only}, {arguments.forms}")
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {' '.join(sys.argv)}")
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s (read + write)")
-    failed = False
-    for case in cases(arguments.full):
-        if not any(part in case.name for part in arguments.only):
-            continue
-        for form in case.forms:
-            if arguments.forms and form not in arguments.forms:
-                continue
-            failed |= not report(case, form, bandwidth)
-    return int(failed)
+    return int(any([not report(case, form, bandwidth) for case, form in chosen]))
 
 
 def report(case, form: str, bandwidth: float) -> bool:

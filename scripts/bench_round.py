@@ -58,7 +58,7 @@ LOOPS, LOOPED = 4, 32  # calls of the device's own loop, rounds of each
 
 
 def main() -> int:
-    args = _arguments()
+    args = arguments()
     make_target, make_draft = PAIRS[args.model]
     rounds = args.rounds + WARMUP + (LOOPS * LOOPED if args.device_loop else 0)
     rounds += GROUP if args.profile else 0
@@ -111,7 +111,8 @@ def main() -> int:
     return 0
 
 
-def _arguments():
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line. Exits for a value out of range, before any model is made."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=PAIRS, default="27b-dflash2")
     parser.add_argument("--batch", type=int, default=1)
@@ -132,7 +133,12 @@ def _arguments():
     parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16",
                         help="of the target's matrices; fp8 in blocks of 128 x 128")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args(argv)
+    for name in ("batch", "draft_tokens", "context", "chunk", "rounds", "tau"):
+        if not getattr(args, name) >= 1:
+            option = name.replace("_", "-")
+            parser.error(f"--{option}: expected at least 1, got {getattr(args, name)}")
+    return args
 
 
 def accepted_counts(args) -> list[int]:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from scripts import bench_ops
+from scripts import bench_ops, bench_round
 from scripts.ops import between, catalogue
 from scripts.ops.case import Case
 
@@ -42,3 +42,22 @@ def test_a_form_beyond_it_is_reported_and_not_timed(form, capsys, monkeypatch):
 ], ids=lambda case: case.name)
 def test_cases_agree_with_their_oracle(case):
     case.check("xla", KEY)
+
+
+@pytest.mark.parametrize("options", [["--only", "no such"], ["--forms", "no such"]])
+def test_names_of_nothing_are_refused(options, capsys):
+    """Before the device is measured; a misspelt name is no success."""
+    with pytest.raises(SystemExit, match="2"):
+        bench_ops.main(options)
+    assert "--only, --forms: expected parts of a case's name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option, value", [
+    ("--rounds", "0"), ("--batch", "-1"), ("--context", "0"), ("--chunk", "0"), ("--tau", "nan"),
+    ("--draft-tokens", "0"),
+])
+def test_a_round_that_cannot_be_measured_is_refused_before_a_model_is_made(option, value, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench_round.arguments([option, value])
+    number = float(value) if option == "--tau" else int(value)
+    assert f"{option}: expected at least 1, got {number}" in capsys.readouterr().err

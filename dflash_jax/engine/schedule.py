@@ -197,14 +197,17 @@ class Scheduler:
             self._pools.give(row.holding)
 
     def _admit(self) -> bool:
+        """Lanes for those who wait, in order; while nothing runs, whoever fits goes past the first:
+        what it lacks may be in images that others behind it start from, and give back then."""
         progress, self._stuck = False, False
-        while self.waiting and (lane := self._free_lane()) is not None:
-            with self._answering(self.waiting[0]):
-                self._stuck = not self._place(self.waiting[0], lane)
-            if self._stuck:
-                break
-            self.waiting.popleft()
-            progress = True
+        while self.waiting and not self._stuck and (lane := self._free_lane()) is not None:
+            for waiting in tuple(self.waiting)[: 1 if self.rows else None]:
+                with self._answering(waiting):
+                    self._stuck = not self._place(waiting, lane)
+                if not self._stuck:
+                    self.waiting.remove(waiting)
+                    progress = True
+                    break
         return progress
 
     def _read_prompts(self) -> bool:
@@ -319,11 +322,8 @@ class Scheduler:
             self._flight = Flight(rows=live, nodes=nodes, since=since)
 
     def _live(self) -> dict[int, Row]:
-        return {
-            lane: row
-            for lane, row in self.rows.items()
-            if row.decoding and row.request.finish_reason is None
-        }
+        rows = self.rows.items()
+        return {n: row for n, row in rows if row.decoding and row.request.finish_reason is None}
 
     def _steady(self, entries: Sequence[Entry]) -> bool:
         """The round after these decisions has the rows and the width of the one in flight."""

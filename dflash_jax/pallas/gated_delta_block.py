@@ -58,12 +58,12 @@ class Sizes:
     def block(self) -> int:
         """Channels of a program, all of them queries, keys or values: enough programs for every
         processor, rows of at least 128 bytes where the heads allow it."""
-        return step_within(self.keys, (self.values,), 64 if self.width > 8 else 128)
+        return step_within(self.keys | self.values, (), 64 if self.width > 8 else 128)
 
 
 def supports(width: int, taps: int, keys: int, values: int) -> bool:
     """Whether the kernel takes blocks, convolutions and channels of these sizes."""
-    whole = step_within(keys, (values,), 16) == 16
+    whole = step_within(keys | values, (), 16) == 16
     return width <= MAX_WIDTH and taps > 1 and whole
 
 

@@ -257,9 +257,11 @@ def _parts(x):
 
 def _rounded(x):
     """fp32 with the digits of a bf16, by its bits: XLA may drop a cast and back (interpret mode),
-    and Triton has no `reduce_precision`."""
+    and Triton has no `reduce_precision`. NaN stays: a GPU's, all ones below the sign, would carry
+    over into a zero."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    return lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)
+    rounded = lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)
+    return jnp.where(x == x, rounded, x)
 
 
 def _transposed(parts):

@@ -276,6 +276,23 @@ def test_budgets_in_bytes_hold_on_the_device_and_on_the_host():
     assert tuple(again.tokens) == alone((*oldest.tokens, 1), 5).tokens
 
 
+@pytest.mark.parametrize("children", [1, 3])
+def test_when_nothing_runs_forks_go_past_a_request_that_lacks_the_pages_of_their_image(children):
+    """Nobody else would give them back: the image stays for as long as a fork of it waits."""
+    engine = scenes.engine(checkpoints=())
+    ballast = engine._pools.take(16 * (engine._pools.target.num_free - 9))
+    running = [started(engine, 0), *(started(engine, 0, n=n, budget=4) for n in (0, 2))]
+    while len(running[0].tokens) < 4:
+        engine.step()
+    first = engine.submit(prompts()[5], max_new_tokens=80)  # eight pages; the image holds three
+    forks = engine.fork(running[0], children)
+    for request in forks:
+        engine.wait_for(request)
+        assert_whole(request, GREEDY)
+    scenes.finish(engine, ballast)
+    assert_whole(first, GREEDY, n=5, budget=80)
+
+
 @pytest.mark.parametrize("host_bytes", [0, None])
 def test_no_budget_drops_the_image_of_a_fork_before_its_copies_have_it(host_bytes):
     engine = scenes.engine(checkpoints=(), device_bytes=0, host_bytes=host_bytes)

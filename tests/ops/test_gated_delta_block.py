@@ -146,8 +146,12 @@ def test_outputs_and_records_equal_the_formulas(width, dtype, form):
     [
         Shape(taps=3), Shape(taps=2, key_heads=1, value_heads=3), Shape(value_dim=128, key_dim=32),
         Shape(batch=3, width=12, key_heads=4, value_heads=4, key_dim=32, value_dim=16),
+        Shape(key_heads=1, value_heads=3, key_dim=64),
     ],
-    ids=["three taps", "two taps, three heads a key", "two parts of a head", "a key a head"],
+    ids=[
+        "three taps", "two taps, three heads a key", "two parts of a head", "a key a head",
+        "values that are no multiple of the keys",
+    ],
 )
 def test_any_number_of_taps_and_heads(shape, form):
     live = np.resize([shape.width, 1, 0], shape.batch)
@@ -212,6 +216,9 @@ def test_a_geometry_that_the_kernel_lacks_is_named():
     with pytest.raises(NotImplementedError, match="two taps or more.* got width 5, taps 1"):
         call(operands(shape, "float32", (5, 5)), shape, "interpret")
     check(operands(shape, "float32", (5, 5)), shape, "float32", "xla")
+    shape = Shape(key_heads=1, value_heads=3, value_dim=8)
+    with pytest.raises(NotImplementedError, match="multiples of 16 .* keys 16, values 24"):
+        call(operands(shape, "float32", (5, 5)), shape, "interpret")
     shape = Shape()
     case = operands(shape, "float32", (5, 5))
     with pytest.raises(ValueError, match="projected: expected 328 rows of which 192 are convolved"):

@@ -142,6 +142,21 @@ def test_dead_prefill_columns_never_leak(poison, form):
 
 
 @FORMS
+@pytest.mark.parametrize("place", ["state", "key", "value", "decay"])
+def test_nan_before_a_column_is_nan_in_it(place, form):
+    """With the bits that a GPU gives a NaN, which carry over where they are rounded as a number."""
+    columns, state = make_columns(1, 70, dtype="float32"), make_state(1)
+    nan = np.uint32(0x7FFFFFFF).view(np.float32)
+    if place == "state":
+        state[:, :, 3, 5] = nan
+    else:
+        getattr(columns, place)[:, 5, ..., 1] = nan
+    outputs, moved = prefill(columns, state, [70], form=form)
+    lines = slice(None) if place in ("key", "decay") else {"state": 3, "value": 1}[place]
+    assert np.isnan(outputs[0, 6:, :, lines]).all() and np.isnan(moved[0, :, lines]).all()
+
+
+@FORMS
 @pytest.mark.parametrize("cut", [1, pytest.param(35, marks=pytest.mark.slow), 64, 69])
 def test_d10_prefill_in_two_chunks_is_prefill_in_one(cut, form):
     columns, state = make_columns(2, 70), make_state(2)
