@@ -12,7 +12,8 @@ import torch
 import transformers
 from torch import nn
 
-from dflash_jax.config import DraftConfig, DraftKind, LayerKind, TargetConfig
+from dflash_jax.config import DraftConfig, DraftKind, TargetConfig
+from dflash_jax.weights.export import draft_json, target_json
 
 # Norms of the target scale by 1 + w; every other norm scales by w.
 OFFSET_NORMS = ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
@@ -44,40 +45,10 @@ def make_target(config: TargetConfig, device: str, seed: int) -> nn.Module:
 
 def target_config(config: TargetConfig) -> transformers.PretrainedConfig:
     """The published config of the same geometry."""
-    moe, gdn = config.moe, config.gdn
-    fields = dict(
-        vocab_size=config.vocab_rows,
-        hidden_size=config.hidden,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.query_heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        layer_types=[kind.value for kind in config.layer_types],
-        rms_norm_eps=config.norm_eps,
-        rope_parameters=dict(
-            rope_type="default",
-            rope_theta=config.rope.theta,
-            partial_rotary_factor=config.rope.partial_factor,
-            mrope_section=list(config.rope.mrope_section),
-            mrope_interleaved=True,
-        ),
-        linear_num_key_heads=gdn.key_heads,
-        linear_num_value_heads=gdn.value_heads,
-        linear_key_head_dim=gdn.key_dim,
-        linear_value_head_dim=gdn.value_dim,
-        linear_conv_kernel_dim=gdn.conv_kernel,
-        tie_word_embeddings=config.tie_embeddings,
-        max_position_embeddings=config.max_positions,
+    cls = transformers.Qwen3_5TextConfig if config.moe is None else (
+        transformers.Qwen3_5MoeTextConfig
     )
-    if moe is None:
-        return transformers.Qwen3_5TextConfig(intermediate_size=config.intermediate, **fields)
-    return transformers.Qwen3_5MoeTextConfig(
-        num_experts=moe.num_experts,
-        num_experts_per_tok=moe.experts_per_token,
-        moe_intermediate_size=moe.intermediate,
-        shared_expert_intermediate_size=moe.shared_intermediate,
-        **fields,
-    )
+    return cls.from_dict(target_json(config))
 
 
 def make_draft(config: DraftConfig, target: TargetConfig, device: str, seed: int) -> nn.Module:
@@ -87,48 +58,8 @@ def make_draft(config: DraftConfig, target: TargetConfig, device: str, seed: int
 
 
 def draft_config(config: DraftConfig, target: TargetConfig) -> transformers.Qwen3Config:
-    """The published config of the same geometry.
-
-    Raises ValueError for causality that the package cannot state: it has one flag for all layers,
-    or none, when its sliding layers are causal and the others are not.
-    """
-    section = dict(
-        mask_token_id=config.mask_token_id, target_layer_ids=list(config.target_layer_ids)
-    )
-    if config.block_size is not None:
-        section["block_size"] = config.block_size
-    if config.conv is not None:
-        section |= dict(
-            conv_kernel_size=config.conv.taps,
-            conv_group_size=config.conv.group_width,
-            selector_rank=config.selector.rank,
-            selector_top_k=config.selector.num_candidates,
-        )
-    published = tuple(kind is LayerKind.SLIDING for kind in config.layer_types)
-    causality = {}
-    if len(set(config.causal)) == 1:
-        causality = dict(is_causal=config.causal[0])
-    elif config.causal != published:
-        raise ValueError(f"causal: expected one value or {published}, got {config.causal}")
-    return transformers.Qwen3Config(
-        vocab_size=config.vocab_rows,
-        hidden_size=config.hidden,
-        intermediate_size=config.intermediate,
-        num_hidden_layers=config.draft_layers,
-        num_attention_heads=config.query_heads,
-        num_key_value_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        layer_types=[kind.value for kind in config.layer_types],
-        # Without it the class forgets the window, and local layers see everything.
-        use_sliding_window=config.window is not None,
-        sliding_window=config.window,
-        rms_norm_eps=config.norm_eps,
-        rope_parameters=dict(rope_type="default", rope_theta=config.rope_theta),
-        max_position_embeddings=config.max_positions,
-        num_target_layers=target.num_layers,
-        dflash_config=section,
-        **causality,
-    )
+    """The published config of the same geometry; raises ValueError as `draft_json` does."""
+    return transformers.Qwen3Config.from_dict(draft_json(config, target.num_layers))
 
 
 def _built(cls, config, device: str, seed: int) -> nn.Module:

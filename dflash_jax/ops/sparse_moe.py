@@ -56,8 +56,7 @@ def route(logits, experts_per_token, *, experts=None, implementation="auto"):
         )
     lacking = None if routing_kernel.supports(experts, experts_per_token) else (
         f"at most {routing_kernel.MAX_EXPERTS} experts and {routing_kernel.MAX_CHOSEN} of them a "
-        f"token, got "
-        f"{experts} and {experts_per_token}"
+        f"token, got {experts} and {experts_per_token}"
     )
     form = choose_form("route", implementation, lacking)
     if form != "xla":

@@ -4,6 +4,8 @@ import json
 import statistics
 import textwrap
 
+from dflash_jax.training.recipe import DRAFTS
+
 CARD = "MODEL_CARD.md"
 TEMPLATE = """# A tiny target with a DFlash and a DFlash2 draft
 
@@ -74,7 +76,6 @@ To add another run's report to `report.json` and to this table:
 
     python scripts/make_tiny_pair.py --card FOLDER --retrained REPORT
 """
-DRAFTS = ("dflash", "dflash2")
 
 
 def model_card(report: dict) -> str:

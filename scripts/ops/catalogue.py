@@ -44,6 +44,12 @@ def cases(full: bool) -> list[Case]:
     return found + small + heads.cases(full) + products.cases(full)
 
 
+def _decay(key, shape):
+    """g and beta of columns and heads."""
+    gates = jax.random.normal(key, (2, *shape))
+    return jnp.stack([-0.1 * jax.nn.softplus(gates[0]), jax.nn.sigmoid(gates[1])], axis=-1)
+
+
 def verify(batch: int, width: int, *, chain: bool) -> Case:
     """GDN verification of one 27B layer; a tree hangs half of its columns on earlier ones."""
     key_heads, value_heads, dim = 16, 48, 128
@@ -54,11 +60,10 @@ def verify(batch: int, width: int, *, chain: bool) -> Case:
 
     def make(key):
         keys = jax.random.split(key, 5)
-        gates = jax.random.normal(keys[3], (2, batch, width, value_heads))
-        decay = jnp.stack([-0.1 * jax.nn.softplus(gates[0]), jax.nn.sigmoid(gates[1])], axis=-1)
         return (
             *(normal(k, (batch, width, key_heads, dim)) for k in keys[:2]),
-            normal(keys[2], (batch, width, value_heads, dim)), decay,
+            normal(keys[2], (batch, width, value_heads, dim)),
+            _decay(keys[3], (batch, width, value_heads)),
             normal(keys[4], (batch, value_heads, dim, dim), jnp.float32, 0.1),
             jnp.arange(batch, dtype=jnp.int32), jnp.asarray(parent),
             jnp.full((batch,), width, jnp.int32),
@@ -87,12 +92,11 @@ def fold(batch: int, width: int, count: int) -> Case:
 
     def make(key):
         keys = jax.random.split(key, 6)
-        gates = jax.random.normal(keys[2], (2, batch, width, value_heads))
         slot = jnp.arange(batch, dtype=jnp.int32)
         return (
             normal(keys[0], (batch, width, key_heads, dim)),
             normal(keys[1], (batch, width, value_heads, dim)),
-            jnp.stack([-0.1 * jax.nn.softplus(gates[0]), jax.nn.sigmoid(gates[1])], axis=-1),
+            _decay(keys[2], (batch, width, value_heads)),
             normal(keys[4], (batch, width, channels)),
             (normal(keys[3], (batch, value_heads, dim, dim), jnp.float32, 0.1),
              normal(keys[5], (batch, 3, channels))),
@@ -134,11 +138,10 @@ def prefill(batch: int, tokens: int, value_heads: int) -> Case:
 
     def make(key):
         keys = jax.random.split(key, 5)
-        gates = jax.random.normal(keys[3], (2, batch, tokens, value_heads))
-        decay = jnp.stack([-0.1 * jax.nn.softplus(gates[0]), jax.nn.sigmoid(gates[1])], axis=-1)
         return (
             *(normal(k, (batch, tokens, key_heads, dim)) for k in keys[:2]),
-            normal(keys[2], (batch, tokens, value_heads, dim)), decay,
+            normal(keys[2], (batch, tokens, value_heads, dim)),
+            _decay(keys[3], (batch, tokens, value_heads)),
             normal(keys[4], (batch, value_heads, dim, dim), jnp.float32, 0.1),
             jnp.full((batch,), tokens, jnp.int32),
         )
