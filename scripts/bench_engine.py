@@ -3,17 +3,17 @@
     python scripts/bench_engine.py --batch 8 --rounds 200
     python scripts/bench_engine.py --model 27b-dflash2 --batch 8 --context 32768
 
-Runs B sampled requests with text and a stop string each, on the shipped pair or on random weights
-of official geometry, and prints the median and the spread (10th to 90th percentile) of
+Runs B sampled requests with text, on the shipped pair or on random weights of official geometry,
+and prints the median and the spread (10th to 90th percentile) of
 
-- the host's parts of a round. "decision" is the one thing between a round's result and its commit;
-  "advance call" hands the device the one program that commits it and runs the next; "turnaround" is
-  all host work from the result to the end of that call; "accounting" and "publication" happen while
-  the device runs.
+- the host's parts of a round. "advance call" hands the device the one program that commits a round
+  and runs the next; "decision" is what the host makes of a result; "accounting" and "publication"
+  enter and show it; "turnaround" is all host work from a result to the end of the next such call.
+  The device sees by itself where these requests end, so the call comes before the result and all of
+  that happens while the device runs. With --stop-string the host has to decide first: then the
+  device waits for the decision and the call, and for nothing else.
 - the device's idle time a round, from a profiler trace, by the host's part at that time. While the
-  host waits for a result the gaps are those between the kernels of a program; during "decision" and
-  "advance call" the device has nothing to run, by the round's nature; in every other part any idle
-  time is one that it waits for host work in vain.
+  host waits for a result the gaps are those between the kernels of a program and between programs.
 
 Random weights accept next to nothing, so that a commit is as short as can be and hides the least.
 """
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dflash_jax.assets import tiny_pair_path
 from dflash_jax.config import DtypePolicy, RunConfig
-from dflash_jax.engine import schedule
+from dflash_jax.engine import rows, schedule
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.text import TextTokenizer
 from dflash_jax.sampling.params import SamplingParams
@@ -59,7 +59,8 @@ def main() -> None:
     for prompt, seed in zip(prompts(engine, options), range(options.batch), strict=True):
         engine.submit(
             prompt, max_new_tokens=engine.models.run.max_context - len(prompt), eos_ids=(),
-            stop_strings=["\N{SNOWMAN}"], sampling=SamplingParams(temperature=0.7, seed=seed),
+            stop_strings=["\N{SNOWMAN}"] if options.stop_string else [],
+            sampling=SamplingParams(temperature=0.7, seed=seed),
             on_tokens=lambda number, tokens: None,
         )
     start = time.perf_counter()
@@ -85,6 +86,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--traced", type=int, default=30, help="rounds under the profiler")
+    parser.add_argument("--stop-string", action="store_true", help="one that the host looks for")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     return parser.parse_args()
 
@@ -178,8 +180,9 @@ class Clock:
         """Puts a stopwatch around the calls that make up a round."""
         lanes, self._engine = engine._lanes, engine
         lanes.result = self._timed(lanes.result, WAITING, self._mark)
+        lanes.last_result = self._timed(lanes.last_result, WAITING, self._mark)
         lanes.advance = self._timed(lanes.advance, "advance call", self._turn)
-        schedule.preview = self._timed(schedule.preview, "decision")
+        rows.preview = self._timed(rows.preview, "decision")
         schedule.account = self._timed(schedule.account, "accounting")
         schedule.publish = self._timed(schedule.publish, "publication")
 
@@ -191,9 +194,9 @@ class Clock:
 
     def _end_of_step(self) -> None:
         """Keeps the parts if the step was a full round that went on into the next."""
-        rows = self._engine._schedule.rows
-        full = len(rows) == self._engine.models.run.batch and "turnaround" in self._now
-        if full and all(row.decoding for row in rows.values()):
+        live = self._engine._schedule.rows
+        full = len(live) == self._engine.models.run.batch and "turnaround" in self._now
+        if full and all(row.decoding for row in live.values()):
             self.rounds.append(self._now)
         self._now = {}
 

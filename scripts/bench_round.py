@@ -5,8 +5,9 @@
 Weights, prompt and context are random (never zeros). Acceptance is forced by a fixed schedule of
 mean tau - 1: the decision is overwritten before `advance` commits it, the work is not. "queued" is
 the wall time of a round when the next one is dispatched without waiting, "blocking" reads every
-round's outputs before the next one starts, as an engine does; with --device-loop, "looped" is a
-round of `decode_rounds`, which asks no host (and accepts what the weights accept).
+round's outputs before the next one starts; with --device-loop, "looped" is a
+round of `decode_rounds`, which asks no host (and accepts what the weights accept). An engine is
+between the two: like "queued" while the device sees by itself where requests end, else "blocking".
 All are medians over groups of rounds; bytes count each weight once, plus K/V and state. `--dtype
 fp8` stores what official FP8 releases store so: layer matrices in blocks of 128 x 128; embedding,
 head, norms, a and b rows and the draft stay as they are.
@@ -158,59 +159,63 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
         0, models.target.public_vocab, (batch, args.context)
     )
     result, chunks = {}, []
-    if args.random_context:
+    fills = args.random_context or models.draft is None  # one prefill is timed, with the draft's
+    if fills:
         state = _randomised(state, args.context, args.seed)
-    for start in range(0, 0 if args.random_context else args.context, args.chunk):
+    for start in range(0, 0 if fills else args.context, args.chunk):
         piece = prompt[:, start : start + args.chunk]
         chunk = PrefillChunk.text(models, piece, [piece.shape[1]] * batch, [start] * batch)
-        began = time.perf_counter()
-        state = jax.block_until_ready(prefill_chunk(models, params, state, rows, chunk))
-        chunks.append(time.perf_counter() - began)  # the first one compiles
+
+        def one_chunk(chunk=chunk):
+            nonlocal state
+            state = jax.block_until_ready(prefill_chunk(models, params, state, rows, chunk))
+
+        if args.profile and len(chunks) > 1 and start + args.chunk >= args.context:
+            result["prefill kernels"] = kernel_times.record(one_chunk, 1)
+        else:
+            began = time.perf_counter()
+            one_chunk()
+            chunks.append((piece.shape[1], time.perf_counter() - began))
     if chunks:
-        result["prefill compile"] = 1e3 * chunks[0]
-        result["prefill rate"] = batch * (args.context - args.chunk) / max(sum(chunks[1:]), 1e-9)
+        result["prefill compile"] = 1e3 * chunks[0][1]  # the first one compiles
+        tokens, seconds = np.sum(chunks[1:] or [(0, 1e-9)], axis=0)
+        result["prefill rate"] = batch * tokens / seconds
     state, _ = first_token(models, params, state, rows, sampling)
 
     most = jnp.full((batch,), run.block_width, jnp.int32)
-    schedule = [jnp.int32(min(accepted, run.draft_tokens)) for accepted in accepted_counts(args)]
+    accepted = jnp.array(np.minimum(accepted_counts(args), run.draft_tokens), jnp.int32)
 
-    def one_round(carry, accepted):
-        state, scratch, summary = carry
-        forced = _forced(scratch.acceptance, scratch.proposal.tokens, accepted)
-        scratch = scratch.replace(acceptance=forced)
-        return advance(models, params, state, rows, sampling, scratch, most, summary)
+    def one_round(carry, most=most):
+        return _forced_round(models, params, rows, sampling, accepted, most, carry)
 
     began = time.perf_counter()
     scratch = empty_scratch(models, params, state, rows, sampling)
     summary = jnp.zeros((batch, run.block_width + 4), jnp.int32)
-    carry = jax.block_until_ready(
-        advance(models, params, state, rows, sampling, scratch, 0 * most, summary)
-    )
+    carry = jax.block_until_ready(one_round((state, scratch, summary, jnp.int32(0)), 0 * most))
     result["round compile"] = (time.perf_counter() - began) * 1e3
-    for accepted in schedule[:WARMUP]:
-        carry = jax.block_until_ready(one_round(carry, accepted))
+    for _ in range(WARMUP):
+        carry = jax.block_until_ready(one_round(carry))
     times = {"queued": [], "blocking": []}
-    groups = len(schedule[WARMUP:]) // GROUP
-    for group in range(groups):
+    for group in range(args.rounds // GROUP):
         kind = "blocking" if group % 4 == 3 else "queued"
         began = time.perf_counter()
-        for accepted in schedule[WARMUP + group * GROUP :][:GROUP]:
-            carry = one_round(carry, accepted)
+        for _ in range(GROUP):
+            carry = one_round(carry)
             if kind == "blocking":
-                np.asarray(carry[2])  # what an engine reads before it goes on
+                np.asarray(carry[2])  # what a host that decides reads before it goes on
         jax.block_until_ready(carry)
         times[kind].append((time.perf_counter() - began) / GROUP * 1e3)
     if args.profile:
-        result["kernels"], carry = _profiled(one_round, carry, schedule[0])
+        result["kernels"], carry = _profiled(one_round, carry)
     result["round"] = statistics.median(times["queued"])
     result["spread"] = max(times["queued"]) - min(times["queued"])
     result["blocking"] = statistics.median(times["blocking"])
-    state, scratch, _ = carry
+    state, scratch, _, _ = carry
     if models.target.moe is not None:
         extent = models.extent(state.sequence.gather(rows.lane))
         counts = active_experts(models, params, state, rows, scratch.proposal, extent)
         result["experts"] = float(jnp.mean(counts))
-    if args.device_loop and models.draft is not None:
+    if args.device_loop:
         result["looped"], result["loop idle"] = _looped(
             models, params, state, rows, sampling, args.profile
         )
@@ -219,12 +224,23 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
     return result
 
 
-def _profiled(one_round, carry, accepted):
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=6)
+def _forced_round(models, params, rows, sampling, accepted, most, carry):
+    """`advance` as if of round i `accepted[i]` proposals had matched. The schedule lies on the
+    device, and the number of the round: no address changes from round to round."""
+    state, scratch, summary, number = carry
+    count = accepted[jnp.minimum(number, len(accepted) - 1)]
+    forced = _forced(scratch.acceptance, scratch.proposal.tokens, count)
+    scratch = scratch.replace(acceptance=forced)
+    return *advance(models, params, state, rows, sampling, scratch, most, summary), number + 1
+
+
+def _profiled(one_round, carry):
     """The kernels of GROUP queued rounds, and what they leave."""
     def work():
         nonlocal carry
         for _ in range(GROUP):
-            carry = one_round(carry, accepted)
+            carry = one_round(carry)
         jax.block_until_ready(carry)
 
     return kernel_times.record(work, GROUP), carry
@@ -283,9 +299,8 @@ def _admission(models: Models) -> Admission:
     )
 
 
-@functools.partial(jax.jit, donate_argnums=0)
 def _forced(acceptance: Acceptance, tokens, accepted) -> Acceptance:
-    """The acceptance as if `accepted` proposals had matched, where it was; nothing is copied."""
+    """The acceptance as if `accepted` proposals had matched."""
     column = jnp.arange(tokens.shape[1])[None, :]
     following = jnp.roll(tokens, -1, axis=1)
     outputs = jnp.where(column < accepted, following, acceptance.outputs[:, :1])
@@ -325,6 +340,8 @@ def _report(name, result, target, draft, models, args, bandwidth) -> None:
         print(f"{name}: {result['experts']:.1f} distinct experts a layer, counted on the device")
     if "kernels" in result:
         print(f"{name}: {chr(10).join(result['kernels'].lines())}")
+    if "prefill kernels" in result:
+        print(f"prefill of a chunk: {chr(10).join(result['prefill kernels'].lines())}")
     prefill = ""
     if "prefill rate" in result:
         prefill = (f"prefill {result['prefill compile'] / 1e3:.1f} s (chunks of {args.chunk} "

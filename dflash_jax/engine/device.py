@@ -5,13 +5,14 @@ range, so it has no columns and writes nothing.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.config import RunConfig
+from dflash_jax.engine.request import Request
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
 from dflash_jax.sampling.uniform import seed_words
 from dflash_jax.state.decode import Rows
@@ -30,6 +31,7 @@ from dflash_jax.steps import (
 )
 
 SMALLEST_BUCKET = 16
+MOST_EOS_IDS = 8  # of a request whose end the device sees; fixed, so that no request compiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +68,9 @@ class RoundResult:
 class DeviceBatch:
     """State and weights of one batch on the device.
 
-    Per round: one read of a small array, then one ``advance`` into the next round; ``speculate``
-    starts the first one, and one whose rows or width are others, after a ``commit``.
+    Per round: one read of a small array, and one ``advance`` into the next round, before that read
+    if the device sees by itself where rows end; ``speculate`` starts the first one, and one whose
+    rows or width are others, after a ``commit``.
     """
 
     def __init__(self, models: Models, params: Params, sampling: Sequence[SamplingParams] = ()):
@@ -93,8 +96,17 @@ class DeviceBatch:
         self._scratch: dict[int, RoundScratch] = {}  # what the last round of each width left
         self._round = models  # those of the last round, which its commit belongs to
         self._summary, self._none, self._all = round_arrays(models.run)
+        self._eos_ids = no_ends(models.run)
+        self._told = self._decided = self._summary  # of the last round, and of the one before it
 
-    def prefill(self, row: int, prompt: Sequence[int], max_new_tokens: int) -> int | None:
+    @property
+    def block_width(self) -> int:
+        """W: no round gives a row more outputs."""
+        return self._models.run.block_width
+
+    def prefill(
+        self, row: int, prompt: Sequence[int], max_new_tokens: int, eos_ids: Collection[int] = ()
+    ) -> int | None:
         """Runs a prompt in chunks and returns the first new token, None when none is finite.
 
         A chunk is as long as ``run.chunk``, the last one padded to a power of two, so the number
@@ -102,6 +114,7 @@ class DeviceBatch:
         """
         models, run = self._models, self._models.run
         rows = Rows.of([row])
+        self._eos_ids = self._eos_ids.at[row].set(eos_row(eos_ids))
         state = begin(models, self._state, rows, self._admission(row, max_new_tokens))
         for start in range(0, len(prompt), run.chunk):
             piece = prompt[start : start + run.chunk]
@@ -133,8 +146,12 @@ class DeviceBatch:
         self._advance(self._none)
 
     def result(self) -> RoundResult:
-        """Waits for the round and reads what the host decides on."""
-        return RoundResult.of(self._summary)
+        """Waits for the last round and reads what the host decides on."""
+        return RoundResult.of(self._told)
+
+    def last_result(self) -> RoundResult:
+        """The same of the round that the last `advance` committed."""
+        return RoundResult.of(self._decided)
 
     def commit(self, committed: Mapping[int, int]) -> None:
         """Adopts the first N columns of the last round; rows without an entry keep nothing."""
@@ -145,17 +162,17 @@ class DeviceBatch:
         )
 
     def advance(self) -> None:
-        """Adopts all licensed columns of the last round, and starts the next one of the same rows
-        and width, in one call."""
+        """Adopts what is licensed of the last round, up to where a row ends by an EOS id, and
+        starts the next one of the same rows and width, in one call."""
         self._advance(self._all)
 
     def _advance(self, most: jax.Array) -> None:
         nodes = self._round.run.tree_nodes
         self._state, self._scratch[nodes], self._summary = advance(
             self._round, self._params, self._state, self._rows, self._sampling,
-            self._scratch[nodes], most, self._summary,
+            self._scratch[nodes], most, self._summary, self._eos_ids,
         )
-        self._summary.copy_to_host_async()  # so that it is here as soon as it is there
+        self._told, self._decided = read_later(self._summary), self._told
 
     def _rows_of(self, live: Sequence[int]) -> Rows:
         if self._live != tuple(live):
@@ -194,6 +211,38 @@ def round_arrays(run: RunConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
         jnp.zeros((run.batch,), jnp.int32),
         jnp.full((run.batch,), width, jnp.int32),
     )
+
+
+def ends_on_device(request: Request) -> bool:
+    """Whether the device sees by itself where a request ends: it has no stop sequences or strings,
+    and not too many EOS ids."""
+    stops = request.stop_sequences or request.stop_strings
+    return not stops and len(request.eos_ids) <= MOST_EOS_IDS
+
+
+def eos_row(eos_ids: Collection[int]) -> np.ndarray:
+    """A request's EOS ids for `advance`, [E] int32; none if there are too many of them."""
+    row = np.full((MOST_EOS_IDS,), -1, np.int32)
+    if len(eos_ids) <= MOST_EOS_IDS:
+        row[: len(eos_ids)] = sorted(eos_ids)
+    return row
+
+
+def no_ends(run: RunConfig) -> jax.Array:
+    """EOS ids of a batch without any, [B, E] int32."""
+    return jnp.full((run.batch, MOST_EOS_IDS), -1, jnp.int32)
+
+
+def read_later(summary: jax.Array) -> jax.Array:
+    """A copy on its way to the host, in memory of its own: the next round takes the summary's."""
+    copy = _copied(summary)
+    copy.copy_to_host_async()  # so that it is here as soon as it is there
+    return copy
+
+
+@jax.jit
+def _copied(array: jax.Array) -> jax.Array:
+    return jnp.copy(array)
 
 
 def by_row(committed: Mapping[int, int], batch: int) -> np.ndarray:

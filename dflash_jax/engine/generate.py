@@ -2,6 +2,7 @@
 
 A round on the host is result -> preview -> commit -> account -> publish. If no row ends with it,
 the next one is started by the call that commits, and the device works while the caller is told.
+Where the device sees by itself where rows end, that call comes first: it never waits for the host.
 The arrays live in ``engine/device.py``; nothing here knows them, so the loop runs on any object
 with its methods.
 """
@@ -22,7 +23,7 @@ from dflash_jax.engine.checks import (
     listed,
     plain_ids,
 )
-from dflash_jax.engine.device import DeviceBatch
+from dflash_jax.engine.device import DeviceBatch, ends_on_device
 from dflash_jax.engine.preview import preview
 from dflash_jax.engine.publish import account, publish
 from dflash_jax.engine.request import FinishReason, OnTokens, Output, Request
@@ -137,7 +138,9 @@ def run_requests(device: DeviceBatch, requests: Sequence[Request], widths: Width
     start = time.perf_counter()
     for request in requests:
         request.statistics.prompt_tokens = len(request.prompt)
-        first = device.prefill(request.row, request.prompt, request.max_new_tokens)
+        first = device.prefill(
+            request.row, request.prompt, request.max_new_tokens, request.eos_ids
+        )
         request.statistics.prefill_seconds = time.perf_counter() - start
         if first is None:
             request.end(FinishReason.FAULT)
@@ -172,8 +175,14 @@ def _started(device: DeviceBatch, live: Sequence[Request], widths: Widths) -> _F
 
 def _round(device: DeviceBatch, flight: _Flight, widths: Widths) -> _Flight | None:
     """Decides a round and tells what it gave; the next one, if this one went over into it."""
-    result = device.result()
     live = [request for request in flight.requests if request.finish_reason is None]
+    goes_on = len(live) == len(flight.requests) and widths.choose(len(live)) == flight.nodes
+    ahead = goes_on and all(
+        ends_on_device(request) and request.remaining > device.block_width for request in live
+    )
+    if ahead:
+        device.advance()  # N = L of every row, or up to its first EOS id
+    result = device.last_result() if ahead else device.result()
     decisions = {}
     for request in live:
         row = request.row
@@ -186,16 +195,13 @@ def _round(device: DeviceBatch, flight: _Flight, widths: Widths) -> _Flight | No
         decisions[row] = preview(request, result.outputs[row], result.licensed[row])
     now, tokens = time.perf_counter(), sum(result.licensed[request.row] for request in live)
     widths.learn(len(flight.requests), flight.nodes, tokens, now - flight.since)
-    steady = len(live) == len(flight.requests) and all(
-        decision.reason is None for decision in decisions.values()
-    )
-    following = None
-    if steady and widths.choose(len(live)) == flight.nodes:
-        device.advance()  # no decision has a reason: N = L of every row
-        following = dataclasses.replace(flight, since=now)
-    else:
-        device.commit({row: decision.committed for row, decision in decisions.items()})
+    if not ahead:
+        goes_on &= all(decision.reason is None for decision in decisions.values())
+        if goes_on:
+            device.advance()  # no decision has a reason: N = L of every row
+        else:
+            device.commit({row: decision.committed for row, decision in decisions.items()})
     for request in live:
         account(request, decisions[request.row])
         publish(request, decisions[request.row])
-    return following
+    return dataclasses.replace(flight, since=now) if goes_on else None

@@ -15,7 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.engine.device import RoundResult, bucket, by_row, round_arrays
+from dflash_jax.engine.device import (
+    RoundResult,
+    bucket,
+    by_row,
+    eos_row,
+    no_ends,
+    read_later,
+    round_arrays,
+)
 from dflash_jax.engine.pools import Holding, Tail
 from dflash_jax.engine.request import Embeddings, Request
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
@@ -78,8 +86,10 @@ class Lanes:
         self._rows: Rows | None = None
         self._live: dict[int, int] | None = None
         self._scratch: dict[int, RoundScratch] = {}  # what the last round of each width left
+        self._eos_ids = no_ends(run)
         self._summary, self._none, self._all = round_arrays(run)
-        self._flight = None  # (models, rows, summary) of a round that waits for a commit
+        self._flight = None  # (models, rows, told) of a round that waits for a commit
+        self._decided = None  # what was told of the round that the last advance committed
 
     @property
     def lost(self) -> bool:
@@ -108,7 +118,7 @@ class Lanes:
 
     def begin(self, lane: int, holding: Holding, request: Request) -> None:
         """Gives a lane an empty sequence."""
-        self._control(lane, request.sampling)
+        self._control(lane, request)
         admission = Admission(
             remaining=_one(request.remaining),
             capacity=_one(self._models.run.max_context),
@@ -127,7 +137,7 @@ class Lanes:
         With published tokens the last of them is the anchor, and the frontier is the request's;
         else the prompt goes on from there.
         """
-        self._control(lane, request.sampling)
+        self._control(lane, request)
         run, prompt, tokens = self._models.run, request.prompt, request.tokens
         resumption = images.Resumption(
             frontier=_one(frontier),
@@ -203,6 +213,11 @@ class Lanes:
         with self._reading():
             return RoundResult.of(self._flight[2])
 
+    def last_result(self) -> RoundResult:
+        """The same of the round that the last `advance` committed."""
+        with self._reading():
+            return RoundResult.of(self._decided)
+
     def commit(self, committed: Mapping[int, int]) -> None:
         """Adopts the first N columns of the round in flight; other lanes keep nothing."""
         models, rows, _ = self._flight
@@ -212,21 +227,36 @@ class Lanes:
         )
 
     def advance(self) -> None:
-        """Adopts all licensed columns of the round in flight, and starts the next one of the same
-        lanes and width, in one call."""
+        """Adopts what is licensed of the round in flight, up to where a row ends by an EOS id, and
+        starts the next one of the same lanes and width, in one call.
+
+        The round in flight may not have been read: its result is `last_result` from now on. Then
+        rows that end otherwise than `ends_on_device` says may not be among its lanes.
+        """
         models, rows, _ = self._flight
         self._advance(models, rows, self._all)
 
     def _advance(self, models: Models, rows: Rows, most: jax.Array) -> None:
-        nodes, commits = models.run.tree_nodes, self.commits + (self._flight is not None)
+        self._tell()
+        nodes, decided, commits = models.run.tree_nodes, self._decided, self.commits
+        if self._flight is not None:
+            decided, commits = self._flight[2], commits + 1
         state, scratch, summary = advance(
             models, self._params, self._state, rows, self._sampling, self._scratch[nodes], most,
-            self._summary,
+            self._summary, self._eos_ids,
         )
-        self._state, self._scratch[nodes], self._summary, self._flight, self.commits = (
-            state, scratch, summary, (models, rows, summary), commits
+        (self._state, self._scratch[nodes], self._summary, self._flight, self._decided,
+         self.commits) = (
+            state, scratch, summary, (models, rows, summary), decided, commits
         )
-        summary.copy_to_host_async()  # so that it is here as soon as it is there
+        self._tell()
+
+    def _tell(self) -> None:
+        """Sends what a round leaves to the host, unless that has been done: the next round takes
+        its memory, perhaps before the host has read it."""
+        if self._flight is not None and self._flight[2] is self._summary:
+            models, rows, summary = self._flight
+            self._flight = models, rows, read_later(summary)
 
     def materialize(self, lane: int, holding: Holding) -> None:
         """Brings a lane's context up to its frontier."""
@@ -315,9 +345,12 @@ class Lanes:
             self._live = dict(live)
         return self._rows
 
-    def _control(self, lane: int, sampling: SamplingParams) -> None:
-        one = SamplingArrays.of([sampling], self._models.target.public_vocab)
-        self._sampling = _set_row(self._sampling, _number(lane), one)
+    def _control(self, lane: int, request: Request) -> None:
+        one = SamplingArrays.of([request.sampling], self._models.target.public_vocab)
+        ends = jnp.array(eos_row(request.eos_ids)[None])
+        self._sampling, self._eos_ids = _set_row(
+            (self._sampling, self._eos_ids), _number(lane), (one, ends)
+        )
 
     def _table(self, pages: Sequence[int]) -> jax.Array:
         return _padded(pages, self._models.run.max_pages, self._models.run.pages)
@@ -385,7 +418,7 @@ def _first(models: Models, params: Params, state: DecodeState, rows: Rows, sampl
     return state, jnp.stack([token, fault[0].astype(jnp.int32)])
 
 
-@functools.partial(jax.jit, donate_argnames="sampling")
-def _set_row(sampling: SamplingArrays, row, one: SamplingArrays) -> SamplingArrays:
+@functools.partial(jax.jit, donate_argnames="controls")
+def _set_row(controls, row, one):
     """Controls of the batch with those of one row replaced."""
-    return jax.tree.map(lambda all_rows, own: all_rows.at[row].set(own[0]), sampling, one)
+    return jax.tree.map(lambda all_rows, own: all_rows.at[row].set(own[0]), controls, one)

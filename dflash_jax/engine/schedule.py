@@ -2,9 +2,11 @@
 
 A step is admit -> prefill -> round. Inside a round: result -> preview -> commit -> account ->
 publish, and the next round is started before the caller sees the tokens of this one, so that the
-device works while the host talks: by the very call that commits, if the same rows go on. An
-exception at any place leaves host and device in agreement: what the device has done is told by
-``Lanes``, and whatever is not entered yet is entered first by the next step.
+device works while the host talks: by the very call that commits, if the same rows go on. Where the
+device sees by itself where its rows end, that call comes before the result: the device never waits
+for the host, and a round behind a row's end has it idle. An exception at any place leaves host and
+device in agreement: what the device has done is told by ``Lanes``, and whatever is not entered yet
+is entered first by the next step.
 """
 
 import collections
@@ -13,15 +15,16 @@ import dataclasses
 import time
 from collections.abc import Collection, Sequence
 
+from dflash_jax.engine.device import RoundResult, ends_on_device
 from dflash_jax.engine.images import ImageStore, StateImage
 from dflash_jax.engine.lanes import Lanes
 from dflash_jax.engine.pages import CapacityError
 from dflash_jax.engine.placement import Placement, Waiting, positions_of
 from dflash_jax.engine.pools import Pools
-from dflash_jax.engine.preview import Decision, preview
+from dflash_jax.engine.preview import preview
 from dflash_jax.engine.publish import account, publish
 from dflash_jax.engine.request import FinishReason, Request
-from dflash_jax.engine.rows import KEPT, Entry, Flight, Pending, Row
+from dflash_jax.engine.rows import KEPT, Entry, Flight, Pending, Row, decide
 from dflash_jax.engine.width import Widths
 from dflash_jax.steps import Models
 
@@ -164,11 +167,7 @@ class Scheduler:
 
     def settle(self) -> None:
         """Enters everything whose commit has been issued, then shows it."""
-        if self._pending is not None:
-            if self._lanes.commits > self._pending.commits:
-                self._entered.extend(self._pending.entries)
-                self._flight = self._pending.following
-            self._pending = None
+        raised = self._take_over()
         while self._entered:
             self._account(self._entered[0])
             self._shown.append(self._entered.popleft())
@@ -179,6 +178,8 @@ class Scheduler:
             entry = self._shown.popleft()
             publish(entry.row.request, entry.decision)
         self._sweep()
+        if raised is not None:
+            raise raised
 
     def release_all(self, reason: FinishReason) -> None:
         """Ends every row after the device has lost its state; slots and pages are free again.
@@ -276,40 +277,50 @@ class Scheduler:
         self._start_round()
         if self._flight is None:
             return False
-        flight, result = self._flight, self._lanes.result()
-        entries, tokens, raised = [], 0, None
-        for lane, row in flight.rows.items():
-            if row is None or self.rows.get(lane) is not row:
-                continue  # it has ended since the round began: N = 0
-            request, licensed = row.request, result.licensed[lane]
-            decision = Decision(
-                tokens=(), reason=FinishReason.FAULT, text="", watch=request.watch
-            )
-            if not result.fault[lane]:
-                try:
-                    decision = preview(request, result.outputs[lane], licensed)
-                    row.failed = False
-                except Exception as error:
-                    if not row.failed:
-                        row.failed = True
-                        raise
-                    raised = error
-            counts = (result.proposals[lane], licensed - 1, result.columns[lane])
-            entries.append(Entry(row=row, decision=decision, round=counts))
-            tokens += licensed
-        now = time.perf_counter()
-        self._widths.learn(len(flight.rows), flight.nodes, tokens, now - flight.since)
-        following = dataclasses.replace(flight, since=now) if self._steady(entries) else None
-        commits = self._lanes.commits
-        self._pending = Pending(entries=entries, commits=commits, following=following)
-        if following is None:
-            self._lanes.commit({entry.row.lane: entry.decision.committed for entry in entries})
+        flight, commits = self._flight, self._lanes.commits
+        if self._may_run_ahead(flight):
+            following = dataclasses.replace(flight)
+            self._pending = Pending(entries=None, commits=commits, following=following)
+            self._lanes.advance()
         else:
-            self._lanes.advance()  # no decision has a reason: N = L of every row
+            entries, raised = self._decide(flight, self._lanes.result())
+            following = dataclasses.replace(flight) if self._steady(flight, entries) else None
+            self._pending = Pending(
+                entries=entries, commits=commits, following=following, raised=raised
+            )
+            if following is None:
+                self._lanes.commit({entry.row.lane: entry.decision.committed for entry in entries})
+            else:
+                self._lanes.advance()  # no decision has a reason: N = L of every row
         self.settle()
-        if raised is not None:
-            raise raised
         return True
+
+    def _take_over(self) -> Exception | None:
+        """Queues what was decided of a round whose commit has been issued, by the host or by the
+        device; returns what that raised for one of its rows."""
+        pending = self._pending
+        if pending is None:
+            return None
+        if self._lanes.commits > pending.commits:
+            if pending.entries is None:
+                result = self._lanes.last_result()
+                pending.entries, pending.raised = self._decide(self._flight, result)
+            if pending.following is not None:
+                pending.following.since = self._flight.ended
+            self._entered.extend(pending.entries)
+            self._flight = pending.following
+        self._pending = None
+        return pending.raised
+
+    def _decide(
+        self, flight: Flight, result: RoundResult
+    ) -> tuple[list[Entry], Exception | None]:
+        """`decide` for the rows that are still there; the width policy learns from the round."""
+        entries, raised = decide(flight, self.rows, result)
+        flight.ended = time.perf_counter()
+        tokens = sum(result.licensed[entry.row.lane] for entry in entries)
+        self._widths.learn(len(flight.rows), flight.nodes, tokens, flight.ended - flight.since)
+        return entries, raised
 
     def _start_round(self) -> None:
         """Starts a round of all rows that decode, unless one is in flight."""
@@ -325,13 +336,23 @@ class Scheduler:
         rows = self.rows.items()
         return {n: row for n, row in rows if row.decoding and row.request.finish_reason is None}
 
-    def _steady(self, entries: Sequence[Entry]) -> bool:
+    def _may_run_ahead(self, flight: Flight) -> bool:
+        """The next round may start before the host has seen this one: the device knows what the
+        host would decide, and this round uses up no row's budget."""
+        width = self._models.run.block_width
+        return self._goes_on(flight) and all(
+            ends_on_device(row.request) and row.request.remaining > width and not row.failed
+            for row in flight.rows.values()
+        )
+
+    def _steady(self, flight: Flight, entries: Sequence[Entry]) -> bool:
         """The round after these decisions has the rows and the width of the one in flight."""
-        flight = self._flight
+        return self._goes_on(flight) and all(entry.decision.reason is None for entry in entries)
+
+    def _goes_on(self, flight: Flight) -> bool:
         return (
             self._nothing_to_admit()
             and self._live() == flight.rows
-            and all(entry.decision.reason is None for entry in entries)
             and self._widths.choose(len(flight.rows)) == flight.nodes
         )
 

@@ -10,6 +10,7 @@ from jax import lax
 from dflash_jax.sampling.params import SamplingArrays
 from dflash_jax.state.decode import DecodeState, Rows
 from dflash_jax.steps.commit import commit
+from dflash_jax.steps.ends import check_eos_ids, first_end, spent
 from dflash_jax.steps.models import Models, Params
 from dflash_jax.steps.round import speculate
 
@@ -64,8 +65,7 @@ def decode_rounds(
     batch = rows.lane.shape[0]
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
-    if eos_ids.ndim != 2 or len(eos_ids) != batch:
-        raise ValueError(f"eos_ids: expected [{batch}, E], got {eos_ids.shape}")
+    check_eos_ids(eos_ids, batch)
     lanes, slots = models.run.lanes, models.run.slots
 
     def one_round(carry, _):
@@ -80,32 +80,22 @@ def decode_rounds(
         state, scratch = speculate(models, params, state, active, sampling, extent)
         acceptance = scratch.acceptance
         failed = acceptance.fault & live
-        count, stopped = _first_end(acceptance.outputs, acceptance.licensed, eos_ids)
+        count, stopped = first_end(acceptance.outputs, acceptance.licensed, eos_ids)
         count = jnp.where(failed, 0, count)
         state = commit(models, state, active, scratch, count)
-        left = state.sequence.gather(active.lane)
-        spent = (left.remaining <= 0) | (left.frontier >= left.capacity)
         column = jnp.arange(acceptance.outputs.shape[1], dtype=jnp.int32)
         log = {
             "outputs": jnp.where(column < count[:, None], acceptance.outputs, 0),
             "committed": count, "licensed": acceptance.licensed, "proposals": extent.proposals,
         }
-        ended = ended | (live & (stopped | spent | failed))
+        over = stopped | failed | spent(state.sequence.gather(active.lane))
+        ended = ended | (live & over)
         read_slot = jnp.where(count > 0, rows.write_slot, read_slot)
         return (state, read_slot, ended, fault | failed), log
 
-    before = state.sequence.gather(rows.lane)
-    ended = (before.remaining <= 0) | (before.frontier >= before.capacity)
+    ended = spent(state.sequence.gather(rows.lane))
     start = (state, rows.read_slot, ended, jnp.zeros((batch,), bool))
     (state, _, ended, fault), log = lax.scan(one_round, start, length=rounds)
     by_row = {name: jnp.moveaxis(values, 0, 1) for name, values in log.items()}
     return state, RoundLog(**by_row, ended=ended, fault=fault)
 
-
-def _first_end(outputs, licensed, eos_ids):
-    """N of each row, and whether an EOS id decided it."""
-    column = jnp.arange(outputs.shape[1], dtype=jnp.int32)
-    is_end = jnp.any(outputs[:, :, None] == eos_ids[:, None, :], axis=-1)
-    is_end &= column < licensed[:, None]
-    first = jnp.min(jnp.where(is_end, column, outputs.shape[1]), axis=1)
-    return jnp.minimum(licensed, first + 1), first < outputs.shape[1]

@@ -20,13 +20,17 @@ class MockDevice:
     never advanced by more than it licensed.
     """
 
+    block_width = K + 1
+
     def __init__(self, hits, rows=2, faults=(), bad_prompts=()):
+        self.eos_ids, self.idle, self.last = {}, set(), None
         self.hits, self.rows, self.faults = hits, rows, set(faults)
         self.bad_prompts = set(bad_prompts)
         self.anchor, self.remaining, self.licensed, self.live = {}, {}, {}, ()
         self.events = []
 
-    def prefill(self, row, prompt, max_new_tokens):
+    def prefill(self, row, prompt, max_new_tokens, eos_ids):
+        self.eos_ids[row] = eos_ids
         self.anchor[row] = prompt[-1] + 1
         self.remaining[row] = max_new_tokens - 1
         self.events.append(("prefill", row))
@@ -41,13 +45,13 @@ class MockDevice:
 
     def speculate(self, live, tree_nodes):
         assert tree_nodes == 0
-        self.live = tuple(live)
+        self.live, self.idle = tuple(live), set()
         self.events.append(("speculate", self.live))
 
     def result(self):
         outputs = [[0] * (K + 1) for _ in range(self.rows)]
         proposals, licensed = [0] * self.rows, [0] * self.rows
-        for row in self.live:
+        for row in set(self.live) - self.idle:
             proposals[row] = min(K, self.remaining[row] - 1)
             licensed[row] = min(self.hits, proposals[row]) + 1
             outputs[row] = [self.anchor[row] + 1 + i for i in range(K + 1)]
@@ -65,9 +69,21 @@ class MockDevice:
             self.anchor[row] += count
             self.remaining[row] -= count
 
+    def last_result(self):
+        return self.last
+
     def advance(self):
-        self.commit({row: self.licensed[row] for row in self.live})
-        assert all(self.remaining[row] for row in self.live)
+        """The rule of `steps.advance`: up to the first EOS id, nothing of a row with a fault."""
+        self.last, counts, ended = self.result(), {}, set(self.idle)
+        for row in self.live:
+            said = self.last.outputs[row][: self.last.licensed[row]]
+            ends = [n for n, token in enumerate(said, 1) if token in self.eos_ids[row]]
+            counts[row] = 0 if self.last.fault[row] else ends[0] if ends else len(said)
+            if ends or self.last.fault[row]:
+                ended.add(row)
+        self.commit(counts)
+        self.idle = ended
+        assert all(self.remaining[row] > 0 for row in self.live if row not in ended)
         self.events[-1] = ("advance", self.events[-1][1])
 
 
@@ -109,13 +125,15 @@ def test_rows_of_one_batch_end_on_their_own():
     ]
 
 
-def test_a_fault_ends_its_row_alone_and_commits_nothing_of_it():
+@pytest.mark.parametrize("budget, call", [(5, "commit"), (6, "advance")])
+def test_a_fault_ends_its_row_alone_and_commits_nothing_of_it(budget, call):
+    """Whether the host decides or the device does."""
     device = MockDevice(hits=K, faults=[0])
-    rows = [request(0, (5,), 6), request(1, (50,), 6)]
+    rows = [request(0, (5,), budget), request(1, (50,), budget)]
     run_requests(device, rows)
     assert (rows[0].tokens, rows[0].finish_reason) == ([6], FinishReason.FAULT)
-    assert rows[1].tokens == list(range(51, 57))
-    assert ("commit", ((0, 0), (1, 4))) in device.events
+    assert rows[1].tokens == list(range(51, 51 + budget))
+    assert (call, ((0, 0), (1, 4))) in device.events
 
 
 def test_a_prompt_without_a_finite_candidate_publishes_nothing():

@@ -154,3 +154,77 @@ def test_a_limit_beyond_the_licence_adopts_all_of_it_and_the_summary_takes_the_l
     )
     assert_same_bytes(actual, expected)
     assert last.is_deleted()
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["first id", "last id", "id behind L", "fault", "budget", "room"])
+def test_a_row_that_the_device_sees_end_is_idle_in_the_next_round(nodes, kind):
+    """The bytes of a commit up to the end and a round without the row; the others go on."""
+    models, params, rows, sampling, state, scratch = scene(nodes)
+    state, scratch = on_device(state), on_device(scratch)
+    licensed, outputs = (np.array(x) for x in (
+        scratch.acceptance.licensed, scratch.acceptance.outputs
+    ))
+    row = int(licensed.argmax())
+    lane, most = int(rows.lane[row]), jnp.full((3,), models.run.block_width, jnp.int32)
+    counts, ended, eos_ids = licensed.copy(), True, np.full((3, 4), -1, np.int32)
+    if kind == "first id":
+        eos_ids[row, 2], counts[row] = outputs[row, 0], 1
+    elif kind == "last id":
+        eos_ids[row, 0] = outputs[row, licensed[row] - 1]
+        counts[row] = outputs[row].tolist().index(eos_ids[row, 0]) + 1
+    elif kind == "id behind L":  # also another row's id
+        own = set(outputs[row, : licensed[row]].tolist())
+        eos_ids[row] = next(n for n in range(99) if n not in own)
+        ended = False
+        outputs[row, licensed[row]:] = eos_ids[row, 0]
+        scratch = scratch.replace(acceptance=scratch.acceptance.replace(outputs=jnp.array(outputs)))
+    elif kind == "fault":
+        fault = scratch.acceptance.fault.at[row].set(True)
+        scratch = scratch.replace(acceptance=scratch.acceptance.replace(fault=fault))
+        counts[row] = 0
+    else:
+        sequence = state.sequence
+        left = dict(remaining=sequence.remaining.at[lane].set(int(licensed[row]))) if (
+            kind == "budget"
+        ) else dict(capacity=sequence.capacity.at[lane].set(
+            int(sequence.frontier[lane] + licensed[row])
+        ))
+        state = state.replace(sequence=sequence.replace(**left))
+    copy = jax.tree.map(jnp.copy, (state, scratch))
+    after, run = commit(models, copy[0], rows, copy[1], counts), models.run
+    others = rows if not ended else rows.replace(
+        lane=rows.lane.at[row].set(run.lanes), read_slot=rows.read_slot.at[row].set(run.slots),
+        write_slot=rows.write_slot.at[row].set(run.slots),
+    )
+    expected = cases.host(started(models, params, after, others, sampling))
+    actual = advance(
+        models, params, state, rows, sampling, scratch, most, None, jnp.array(eos_ids)
+    )
+    assert_same_bytes(actual, expected)
+    assert (expected[2][row, models.run.block_width] == 0) == ended
+
+
+def test_a_round_that_is_begun_ends_no_row():
+    """Whatever an older scratch says of ids, budgets and faults."""
+    models, params, rows, sampling, state, scratch = scene(0)
+    expected = cases.host(started(models, params, on_device(state), rows, sampling))
+    eos_ids = jnp.array(scratch.acceptance.outputs)
+    scratch = scratch.replace(acceptance=scratch.acceptance.replace(
+        fault=np.ones_like(scratch.acceptance.fault)
+    ))
+    actual = advance(
+        models, params, on_device(state), rows, sampling, on_device(scratch),
+        np.zeros((3,), np.int32), None, eos_ids,
+    )
+    assert_same_bytes(actual, expected)
+
+
+def test_eos_ids_of_another_shape_are_refused():
+    models, params, rows, sampling, state, scratch = scene(0)
+    for shape in ((3,), (2, 4), (1, 3, 4)):
+        with pytest.raises(ValueError, match=r"eos_ids: expected \[3, E\]"):
+            advance(
+                models, params, state, rows, sampling, scratch, np.zeros((3,), np.int32), None,
+                np.zeros(shape, np.int32),
+            )

@@ -8,7 +8,7 @@ import pytest
 from dflash_jax.sampling.params import SamplingArrays, SamplingParams
 from dflash_jax.state.decode import check_invariants
 from dflash_jax.steps import commit, decode_rounds, speculate
-from dflash_jax.steps.loop import _first_end
+from dflash_jax.steps.ends import first_end
 from tests import cases
 from tests.steps.harness import Session, assert_same_bytes, extent_of
 from tests.steps.poison import poison_with
@@ -139,6 +139,6 @@ def test_bad_arguments_are_named(scene):
 def test_n_ends_with_the_first_licensed_end():
     outputs = jnp.array([[5, 7, 9, 7], [5, 7, 9, 7], [5, 6, 8, 7], [7, 5, 6, 8]], jnp.int32)
     eos = jnp.array([[7, -1], [9, 7], [7, -1], [7, 7]], jnp.int32)
-    count, stopped = _first_end(outputs, jnp.array([4, 1, 3, 4], jnp.int32), eos)
+    count, stopped = first_end(outputs, jnp.array([4, 1, 3, 4], jnp.int32), eos)
     assert count.tolist() == [2, 1, 3, 1]
     assert stopped.tolist() == [True, False, False, True]
