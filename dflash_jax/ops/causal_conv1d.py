@@ -59,11 +59,11 @@ def shift_history(history, u, path, count):
     kept, width = history.shape[1], u.shape[1]
     _check_history(history, u, kept)
     index = count[:, None] + jnp.arange(kept, dtype=jnp.int32)
+    column = jnp.clip(index - kept, 0, width - 1)
     if path is not None:
-        step = jnp.clip(index - kept, 0, width - 1)
-        column = jnp.take_along_axis(path, step, axis=1)
-        index = jnp.where(index < kept, index, kept + column)
-    return _rows(jnp.concatenate([history, u], axis=1), index)
+        column = jnp.take_along_axis(path, column, axis=1)
+    # Apart, not of one joined array, which a long chunk would be copied for.
+    return jnp.where((index < kept)[..., None], _rows(history, index), _rows(u, column))
 
 
 def _check_history(history, u, kept):

@@ -57,6 +57,31 @@ def gated_delta_inputs(
     )
 
 
+def block_inputs(
+    projected, gates, conv, taps, a_log, dt_bias, slot, parent, *, key_heads, heads, chain,
+    implementation,
+) -> DeltaInputs:
+    """`gated_delta_inputs` in the form that fits, by the histories' pool; arguments as in
+    `gated_delta_block`."""
+    value_heads, value_dim, key_dim = heads
+    sizes = kernel.Sizes(
+        width=projected.shape[1], key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
+        value_dim=value_dim, taps=taps.shape[1],
+    )
+    form = _choose(implementation, sizes) if chain else "xla"
+    wide = sizes.channels + sizes.values
+    gate_rows, first_gate = (projected, wide) if gates is None else (gates, 0)
+    if form != "xla":
+        return DeltaInputs(*kernel.inputs(
+            projected, gate_rows, first_gate, conv, taps, a_log, dt_bias, slot, sizes=sizes,
+            interpret=form == "interpret",
+        ))
+    return gated_delta_inputs(
+        projected, gate_rows[..., first_gate:], conv[jnp.minimum(slot, len(conv) - 1)], taps,
+        a_log, dt_bias, parent, key_heads=key_heads, heads=heads, chain=chain,
+    )
+
+
 def close_heads(mixed, gate, weight, eps, dtype):
     """gated_rmsnorm of [B, W, Hv, Dv] by gate [B, W, Hv * Dv] fp32, both roundings to `dtype`."""
     gate = gate.astype(dtype)
@@ -91,7 +116,7 @@ def gated_delta_block(
     """
     heads = recurrent.shape[1:]
     value_heads, value_dim, key_dim = heads
-    channels, slots = 2 * key_heads * key_dim + value_heads * value_dim, recurrent.shape[0]
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
     wide = channels + value_heads * value_dim
     own = gates is None
     expected = wide + 2 * value_heads if own else wide
@@ -100,22 +125,10 @@ def gated_delta_block(
             f"projected: expected {expected} rows of which {channels} are convolved, got "
             f"{projected.shape[-1]} and {conv.shape[-1]}"
         )
-    sizes = kernel.Sizes(
-        width=projected.shape[1], key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
-        value_dim=value_dim, taps=taps.shape[1],
+    inputs = block_inputs(
+        projected, gates, conv, taps, a_log, dt_bias, slot, parent, key_heads=key_heads,
+        heads=heads, chain=chain, implementation=implementation,
     )
-    form = _choose(implementation, sizes) if chain else "xla"
-    gate_rows, first_gate = (projected, wide) if own else (gates, 0)
-    if form != "xla":
-        inputs = DeltaInputs(*kernel.inputs(
-            projected, gate_rows, first_gate, conv, taps, a_log, dt_bias, slot, sizes=sizes,
-            interpret=form == "interpret",
-        ))
-    else:
-        inputs = gated_delta_inputs(
-            projected, gate_rows[..., first_gate:], conv[jnp.minimum(slot, slots - 1)], taps, a_log,
-            dt_bias, parent, key_heads=key_heads, heads=heads, chain=chain,
-        )
     mixed = gated_delta_verify(
         inputs.query, inputs.key, inputs.value, inputs.decay, recurrent, slot, parent, live,
         chain=chain, implementation=implementation,
@@ -124,10 +137,8 @@ def gated_delta_block(
 
 
 def _choose(implementation: str, sizes: kernel.Sizes) -> str:
-    fits = kernel.supports(sizes.width, sizes.taps, sizes.keys, sizes.values)
-    lacking = None if fits else (
-        f"blocks of at most {kernel.MAX_WIDTH} columns, two taps or more, and keys and values in "
-        f"multiples of 16 channels; got width {sizes.width}, taps {sizes.taps}, keys {sizes.keys}, "
-        f"values {sizes.values}"
+    lacking = None if kernel.supports(sizes.taps, sizes.keys, sizes.values) else (
+        f"two taps or more, and keys and values in multiples of 16 channels; got taps "
+        f"{sizes.taps}, keys {sizes.keys}, values {sizes.values}"
     )
     return choose_form("gated_delta_block", implementation, lacking, auto_gpu="pallas")

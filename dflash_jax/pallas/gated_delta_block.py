@@ -2,11 +2,11 @@
 
 Implements: ops/gated_delta_block.py, the inputs of `gated_delta_block` (the recurrence follows in
 pallas/gated_delta_rule.py).
-Matches when: columns form a chain, W <= 32; there are two taps or more; the widths of the keys and
-of the values are multiples of 16.
+Matches when: columns form a chain; there are two taps or more; the widths of the keys and of the
+values are multiples of 16.
 
-A program owns some channels of a row's block: convolution, SiLU and both roundings of all its
-columns. One more program of every row makes the gates.
+A program owns some channels of up to 32 columns of a row: convolution, SiLU and both roundings. One
+more program for the same columns makes the gates.
 Source: contracts 6.3.4.
 """
 
@@ -27,7 +27,7 @@ from dflash_jax.pallas.common import (
     store,
 )
 
-MAX_WIDTH = 32
+_COLUMNS = 32  # at most, of a program
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,9 @@ class Sizes:
         return step_within(self.keys | self.values, (), 64 if self.width > 8 else 128)
 
 
-def supports(width: int, taps: int, keys: int, values: int) -> bool:
-    """Whether the kernel takes blocks, convolutions and channels of these sizes."""
-    whole = step_within(keys | values, (), 16) == 16
-    return width <= MAX_WIDTH and taps > 1 and whole
+def supports(taps: int, keys: int, values: int) -> bool:
+    """Whether the kernel takes convolutions and channels of these sizes."""
+    return taps > 1 and step_within(keys | values, (), 16) == 16
 
 
 @shared("sizes", "first_gate", "interpret")
@@ -80,6 +79,7 @@ def inputs(
       of columns before it.
     """
     batch, dtype, block = projected.shape[0], conv.dtype, sizes.block()
+    columns = min(_COLUMNS, pl.next_power_of_2(sizes.width))
     rows = (batch, sizes.width)
     shapes = (
         jax.ShapeDtypeStruct((*rows, sizes.keys), dtype),
@@ -90,10 +90,10 @@ def inputs(
     )
     operands = (projected, gates, conv, taps, a_log, dt_bias, slot)
     query, key, value, decay, conv_input = gpu_call(
-        _kernel(sizes, first_gate, block),
+        _kernel(sizes, first_gate, block, columns),
         name="gated_delta_inputs",
         out_shape=shapes,
-        grid=(batch, sizes.channels // block + 1),
+        grid=(batch, sizes.channels // block + 1, pl.cdiv(sizes.width, columns)),
         in_specs=[WHOLE] * len(operands),
         out_specs=(WHOLE,) * len(shapes),
         interpret=interpret,
@@ -103,13 +103,11 @@ def inputs(
     return query.reshape(heads), key.reshape(heads), value, decay, conv_input
 
 
-def _kernel(sizes: Sizes, first_gate: int, block: int):
-    columns = pl.next_power_of_2(sizes.width)
-
+def _kernel(sizes: Sizes, first_gate: int, block: int, columns: int):
     def kernel(projected, gates, conv, taps, a_log, dt_bias, slot, *outs):
         query, key, value, decay, conv_input = outs
         row, part = pl.program_id(0), pl.program_id(1)
-        column = jnp.arange(columns, dtype=jnp.int32)
+        column = pl.program_id(2) * columns + jnp.arange(columns, dtype=jnp.int32)
         begin = part * block
 
         @pl.when(begin < sizes.channels)

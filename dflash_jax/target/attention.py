@@ -58,7 +58,8 @@ class GatedAttention(nn.Module):
             self.key_norm.weight, columns.positions, heads=(config.query_heads, config.kv_heads),
             gated=True, eps=config.norm_eps, offset=True, theta=rope.theta,
             mrope=(rope.rotary_dim(config.head_dim), rope.mrope_section),
-            dtypes=(dtype, pages.key.dtype, pages.value.dtype), implementation=implementation,
+            dtypes=(dtype, pages.key.dtype, pages.value.dtype),
+            implementation=self.implementation,
         )
         mixed = softmax_attention(
             heads.query, heads.key, heads.value, pages.key, pages.value, columns.table,

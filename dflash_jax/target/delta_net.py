@@ -6,7 +6,7 @@ from flax import linen as nn
 from dflash_jax.config import DtypePolicy, TargetConfig
 from dflash_jax.layers import FusedLinear, Linear, RMSNorm, matrix_init
 from dflash_jax.ops.causal_conv1d import shift_history
-from dflash_jax.ops.gated_delta_block import close_heads, gated_delta_block, gated_delta_inputs
+from dflash_jax.ops.gated_delta_block import block_inputs, close_heads, gated_delta_block
 from dflash_jax.ops.gated_delta_rule import gated_delta_prefill
 from dflash_jax.state.gdn import GdnRecords, GdnState
 
@@ -58,18 +58,17 @@ class GatedDeltaNet(nn.Module):
         """[B, T, H] normed -> y [B, T, H] and the rows' image after the live columns."""
         gdn, image = self.config.gdn, state.rows(columns.slot)
         projected, gates = self._project(x, "xla")
-        wide = gdn.channels + gdn.value_width
-        inputs = gated_delta_inputs(
-            projected, projected[..., wide:] if gates is None else gates, image.conv, self.conv,
-            self.A_log, self.dt_bias, columns.parent, key_heads=gdn.key_heads,
-            heads=image.recurrent.shape[1:], chain=columns.chain,
+        inputs = block_inputs(
+            projected, gates, state.conv, self.conv, self.A_log, self.dt_bias, columns.slot,
+            columns.parent, key_heads=gdn.key_heads, heads=image.recurrent.shape[1:],
+            chain=columns.chain, implementation=self.implementation,
         )
         mixed, recurrent = gated_delta_prefill(
             inputs.query, inputs.key, inputs.value, inputs.decay, image.recurrent, columns.live,
             implementation=self.implementation,
         )
-        path = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-        conv = shift_history(image.conv, inputs.conv_input, path, columns.live)
+        conv = shift_history(image.conv, inputs.conv_input, None, columns.live)
+        wide = gdn.channels + gdn.value_width
         output = close_heads(
             mixed, projected[..., gdn.channels : wide], self.norm.weight, self.config.norm_eps,
             image.conv.dtype,

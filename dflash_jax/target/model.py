@@ -112,17 +112,17 @@ class TargetBlock(nn.Module):
 
         Returns: x and branch of the next block, and this layer's rows, records or new image.
         """
-        implementation = self.implementation if records else "xla"
-        x, normed = self.input_norm.after(x, branch, implementation)
+        x, normed = self.input_norm.after(x, branch, self.implementation)
         if self.kind == LayerKind.FULL:
             mixed, kept = self.attention(normed, columns, memory, prefill=not records)
         elif records:
             mixed, kept = self.delta_net.verify(normed, columns, memory)
         else:
             mixed, kept = self.delta_net.prefill(normed, columns, memory)
-        x, normed = self.post_norm.after(x, mixed, implementation)
+        x, normed = self.post_norm.after(x, mixed, self.implementation)
         if self.config.moe is None:
-            return x, self.mlp(normed, jnp.float32, implementation), kept
+            products = self.implementation if records else "xla"  # a long chunk's have no kernel
+            return x, self.mlp(normed, jnp.float32, products), kept
         return x, self.moe(normed, prefill=not records), kept
 
 
@@ -187,8 +187,7 @@ class Target(nn.Module):
                 residuals[index] = add_branch(x, branch)
         captured = [residuals[index] for index in self.capture]
         features = jnp.concatenate(captured, axis=-1) if captured else x[..., :0]
-        implementation = self.implementation if records else "xla"
-        _, hidden = self.final_norm.after(x, branch, implementation)
+        _, hidden = self.final_norm.after(x, branch, self.implementation)
         return TargetOutput(
             hidden=hidden, features=features, kv_rows=tuple(kv_rows), gdn=tuple(gdn)
         )

@@ -355,6 +355,7 @@ CASES = (
     delta_prefill(3, 130, 1, 3, 16, 32), delta_prefill(2, 65, 2, 4, 128, 16, F32),
     delta_block(1, 8, 16, 48, 128, own_gates=True),
     delta_block(8, 16, 16, 32, 128, own_gates=False),
+    delta_block(1, 1024, 16, 48, 128, own_gates=True),
     delta_block(3, 5, 1, 3, 16, own_gates=True, dtype=F32),
     block_scaled(8, 34816, 5120), block_scaled(64, 5120, 17408), block_scaled(1, 96, 160, 32),
     experts(1, 2048, 512), experts(8, 2048, 512), experts(64, 2048, 512), experts(128, 2048, 512),
