@@ -4,13 +4,16 @@ Implements: ops/gated_delta_rule.py, `gated_delta_verify` and `gated_delta_fold`
 Matches when: Dk and Dv are powers of two, at least 16.
 Assumes: rows of one call write distinct slots, and no row reads a slot that another writes.
 
-One program owns a [tile, Dk] piece of one value head's state of one row and walks the columns. All
-kernels inline the same step on the same tile with the same warps, so a fold reproduces
-verification's trajectory bit for bit. On a tree a column whose parent is the column before it goes
-on from the registers; any other walks its path again from the committed state, which costs a few
-steps and no memory for states.
+One program owns some rows of one value head's state of one row and walks the columns. It holds them
+in pieces [height, depth] of few key entries, so that a row's products are added within a thread
+and between a few lanes of a warp; sums over 32 lanes take longer than the products. A vector's norm
+is a factor of its products. All kernels inline the same step on the same pieces, so a fold
+reproduces verification's trajectory bit for bit. On a tree a column whose parent is the column
+before it goes on from the registers; any other walks its path again from the committed state, which
+costs a few steps and no memory for states.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -21,6 +24,7 @@ from jax.experimental import pallas as pl
 from dflash_jax.pallas.common import (
     WHOLE,
     broadcast,
+    fused,
     gpu_call,
     is_power_of_two,
     load,
@@ -28,33 +32,97 @@ from dflash_jax.pallas.common import (
     store,
 )
 
-_CHANNELS = 1024  # of the convolution's history that a program moves
+_CHANNELS = 256  # of the convolution's history that a program's warp moves
 _L2_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows of the state a program holds, its warps, and columns whose records it loads together."""
+    """Rows of the state a program holds and its warps; columns whose inputs it loads together, and
+    whether during the work on those before; key entries of a piece, alike in verification and fold.
+    """
 
-    value_dim: int = 16
-    num_warps: int = 4
-    columns: int = 8
-
-    @classmethod
-    def of(cls, columns: int, interpret: bool) -> "Tiles":
-        """In interpret mode one column at a time: XLA rounds each copy of a step in its own way.
-
-        More than eight columns make a loop, which would spill registers with large groups."""
-        return cls(columns=1 if interpret else 8 if columns <= 8 else 4)
+    value_dim: int = 8
+    num_warps: int = 1
+    columns: int = 1
+    depth: int = 32
+    ahead: bool = True
 
     @classmethod
-    def of_fold(cls, interpret: bool) -> "Tiles":
-        """Fewer columns at once: the last group runs whole, whatever of it has been accepted."""
-        return cls(columns=1 if interpret else 2)
+    def of(cls, batch: int, columns: int, interpret: bool) -> "Tiles":
+        """Few rows need many small programs, many rows large ones that share a key among more of
+        the state. Several columns in one go take long to compile.
+
+        In interpret mode one column at a time: XLA rounds each copy of a step in its own way."""
+        return cls(value_dim=8 if batch == 1 else 16, ahead=columns > 1 and not interpret)
+
+    @classmethod
+    def of_fold(cls, batch: int, columns: int, interpret: bool) -> "Tiles":
+        return cls(value_dim=8 if batch == 1 else 16, ahead=columns > 1 and not interpret)
 
     def group(self, columns: int) -> int:
         """Columns of each of equally large groups."""
         return pl.cdiv(columns, pl.cdiv(columns, self.columns))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A program's rows of a head's state, in pieces of which every thread holds four entries."""
+
+    rows: int
+    key_dim: int
+    height: int
+    depth: int
+    num_warps: int
+    interpret: bool
+
+    @classmethod
+    def of(cls, tiles: Tiles, value_dim: int, key_dim: int, interpret: bool) -> "Frame":
+        """In interpret mode all rows in one piece: fewer operations."""
+        if interpret:
+            return cls(value_dim, key_dim, value_dim, key_dim, tiles.num_warps, interpret)
+        rows, depth = min(tiles.value_dim, value_dim), min(tiles.depth, key_dim)
+        warps = min(tiles.num_warps, rows * depth // 128)
+        return cls(rows, key_dim, 128 * warps // depth, depth, warps, interpret)
+
+    def places(self, begin):
+        """Of the pieces' rows, from row `begin` of the head on."""
+        return [pl.ds(begin + at, self.height) for at in range(0, self.rows, self.height)]
+
+    def depths(self):
+        """Of the pieces' key entries."""
+        return [pl.ds(at, self.depth) for at in range(0, self.key_dim, self.depth)]
+
+    def load(self, pool, slot, head, begin):
+        """The state: for each place, its pieces [height, depth]."""
+        return tuple(
+            tuple(pool[slot, head, place, over] for over in self.depths())
+            for place in self.places(begin)
+        )
+
+    def store(self, pool, slot, head, begin, state):
+        for place, pieces in zip(self.places(begin), state, strict=True):
+            for over, piece in zip(self.depths(), pieces, strict=True):
+                pool[slot, head, place, over] = piece
+
+    def vector(self, vectors, row, index, head):
+        """Pieces like the state's, the same in every row: each thread loads what it needs."""
+        depth = jnp.arange(self.depth, dtype=jnp.int32)[None, :]
+        same = jnp.zeros((self.height, 1), jnp.int32)
+        return tuple(
+            load(vectors.at[broadcast(row, index, head, begin + depth + same)])
+            for begin in range(0, self.key_dim, self.depth)
+        )
+
+    def fused(self, left, right, addend):
+        return fused(left, right, addend, interpret=self.interpret)
+
+    def along_keys(self, pieces, vector):
+        """[height], products summed over Dk."""
+        total = pieces[0] * vector[0]
+        for piece, x in zip(pieces[1:], vector[1:], strict=True):
+            total = self.fused(piece, x, total)
+        return jnp.sum(total, axis=1)
 
 
 def supports(key_dim: int, value_dim: int) -> bool:
@@ -72,63 +140,74 @@ def verify(query, key, value, decay, recurrent, slot, parent, live, *, interpret
       [B, W, Hv, Dv] fp32; columns >= live are exactly zero.
     """
     batch, columns, value_heads, value_dim = value.shape
-    tiles = tiles or Tiles.of(columns, interpret)
-    rows, group = min(tiles.value_dim, value_dim), tiles.group(columns)
+    tiles = tiles or Tiles.of(batch, columns, interpret)
+    frame, group = Frame.of(tiles, value_dim, key.shape[3], interpret), tiles.group(columns)
     trail = () if parent is None else _trails(parent)
 
     def kernel(query, key, value, decay, pool, slot, live, *rest):
         *trail, out = rest
         row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        place = pl.ds(part * rows, rows)
-        count = live[row]
-        committed = pool[jnp.minimum(slot[row], pool.shape[0] - 1), head, place, :]
+        begin, count = part * frame.rows, live[row]
+        source = jnp.minimum(slot[row], pool.shape[0] - 1)
 
-        def advance(state, index):
-            return _step(state, row, index, head, place, key, value, decay)
+        def record(index):
+            return _record(frame, row, index, head, begin, key, value, decay)
 
-        def read(state, index):
-            return _read(state, query, row, index, head, value_heads)
+        def asked(index):
+            return frame.vector(query, row, index, head // (value_heads // query.shape[2]))
 
-        def several(number, state):
+        def put(index, results):
+            for place, result in zip(frame.places(begin), results, strict=True):
+                out[row, index, head, place] = result
+
+        def indices(number):
+            return [jnp.minimum(number * group + offset, columns - 1) for offset in range(group)]
+
+        def loaded(number):
+            return [(record(index), asked(index)) for index in indices(number)]
+
+        def several(number, state, entries):
             """A few columns of a chain: nothing is stored before all of them are loaded."""
             results = []
-            for offset in range(group):
-                index = number * group + offset
-                there = jnp.minimum(index, columns - 1)
-                moved = advance(state, there)
-                result = jnp.where(index < count, read(moved, there), 0.0)
-                state = jnp.where(index < count, moved, state)
-                results.append((index, result))
-            for index, result in results:
-                at = out.at[broadcast(row, index, head, part * rows + jnp.arange(rows))]
-                store(at, result, mask=jnp.broadcast_to(index < columns, result.shape))
+            for offset, (entry, vector) in enumerate(entries):
+                state = _step(frame, state, entry)
+                alive = number * group + offset < count
+                results.append([jnp.where(alive, x, 0.0) for x in _read(frame, state, vector)])
+            for index, result in zip(indices(number), results, strict=True):
+                put(index, result)
             return state
 
         def column(index, state):
-            state = _along(trail, row, index, committed, state, advance)
-            out[row, index, head, place] = read(state, index)
+            state = _along(
+                trail, row, index, state, lambda: frame.load(pool, source, head, begin),
+                lambda state, index: _step(frame, state, record(index)),
+            )
+            put(index, _read(frame, state, asked(index)))
             return state
 
         def blank(index, carry):
-            out[row, index, head, place] = jnp.zeros((rows,), jnp.float32)
+            put(index, [jnp.zeros((frame.height,), jnp.float32)] * (frame.rows // frame.height))
             return carry
 
+        committed = frame.load(pool, source, head, begin)
         if trail:
             lax.fori_loop(0, count, column, committed)
             lax.fori_loop(count, columns, blank, 0)
         else:
-            _groups(several, pl.cdiv(columns, group), committed)
+            groups = 1 if columns <= group else pl.cdiv(count, group)
+            _groups(several, groups, loaded, committed, tiles.ahead)
+            lax.fori_loop(groups * group, columns, blank, 0)
 
     operands = (query, key, value, decay, recurrent, slot, live, *trail)
     return gpu_call(
         kernel,
         name="gated_delta_verify" if parent is None else "gated_delta_verify_tree",
         out_shape=jax.ShapeDtypeStruct(value.shape, jnp.float32),
-        grid=(batch, value_heads, value_dim // rows),
+        grid=(batch, value_heads, value_dim // frame.rows),
         in_specs=[WHOLE] * len(operands),
         out_specs=WHOLE,
         interpret=interpret,
-        num_warps=tiles.num_warps,
+        num_warps=frame.num_warps,
     )(*operands)
 
 
@@ -152,21 +231,29 @@ def _trails(parent):
     return path, jnp.where(behind, length - 1, 0), length
 
 
-def _along(trail, row, index, committed, state, advance):
+def _along(trail, row, index, state, committed, advance):
     """The state of a column of a tree from that of the column before it."""
     path, begin, length = trail
     first = begin[row, index]
-    state = jnp.where(first == 0, committed, state)
+    state = lax.cond(first == 0, committed, lambda: state)
     return lax.fori_loop(
         first, length[row, index], lambda i, state: advance(state, path[row, index, i]), state
     )
 
 
-def _groups(body, count, state):
-    """`body` for groups 0..count-1 of columns; a single one needs no loop."""
+def _groups(body, count, load, state, ahead):
+    """`body` for groups 0..count-1 of columns, one's inputs loaded before the last one's work."""
     if isinstance(count, int) and count == 1:
-        return body(0, state)
-    return lax.fori_loop(0, count, body, state)
+        return body(0, state, load(0))
+    if not ahead:
+        return lax.fori_loop(0, count, lambda i, state: body(i, state, load(i)), state)
+
+    def step(number, carry):
+        state, entries = carry
+        following = load(number + 1)
+        return body(number, state, entries), following
+
+    return lax.fori_loop(0, count, step, (state, load(0)))[0]
 
 
 @shared("interpret", "tiles")
@@ -181,39 +268,50 @@ def fold(key, value, decay, inputs, recurrent, conv, path, read_slot, write_slot
       the pools; donate them in the enclosing jit, or copies are made first.
     """
     batch, columns, value_heads, value_dim = value.shape
-    tiles = tiles or Tiles.of_fold(interpret)
-    rows, group = min(tiles.value_dim, value_dim), tiles.group(columns)
-    slots, parts = recurrent.shape[0], value_dim // rows
+    tiles = tiles or Tiles.of_fold(batch, columns, interpret)
+    frame, group = Frame.of(tiles, value_dim, key.shape[3], interpret), tiles.group(columns)
+    slots, parts = recurrent.shape[0], value_dim // frame.rows
     # Behind the heads come programs for the convolution's history.
-    further = pl.cdiv(pl.cdiv(conv.shape[2], _CHANNELS), parts)
+    channels = _CHANNELS * frame.num_warps
+    further = pl.cdiv(pl.cdiv(conv.shape[2], channels), parts)
 
     def kernel(key, value, decay, inputs, pool, conv, path, read_slot, write_slot, count, *outs):
         out, conv_out = outs
         row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        place = pl.ds(part * rows, rows)
         steps, source, target = count[row], read_slot[row], write_slot[row]
         moves = (steps > 0) & (target < slots)
 
         @pl.when(moves & (head >= value_heads))
         def _():
-            begin = ((head - value_heads) * parts + part) * _CHANNELS
+            begin = ((head - value_heads) * parts + part) * channels
             where = jnp.minimum(source, slots - 1), target
-            _shift(inputs, conv, conv_out, path, row, where, steps, begin)
+            _shift(inputs, conv, conv_out, path, row, where, steps, begin, channels)
 
         @pl.when(moves & (head < value_heads))
         def _():
-            def several(number, state):
+            begin = part * frame.rows
+
+            def loaded(number):
+                entries = []
                 for offset in range(group):
-                    index = number * group + offset
-                    record = path[row, jnp.minimum(index, columns - 1)]
+                    record = path[row, jnp.minimum(number * group + offset, columns - 1)]
                     record = jnp.clip(record, 0, columns - 1)  # past the count it says nothing
-                    moved = _step(state, row, record, head, place, key, value, decay)
-                    state = jnp.where(index < steps, moved, state)
+                    entries.append(_record(frame, row, record, head, begin, key, value, decay))
+                return entries
+
+            def several(number, state, entries):
+                for offset, entry in enumerate(entries):
+                    step = functools.partial(_step, frame, state, entry)
+                    if group == 1:
+                        state = step()
+                    else:
+                        alive = number * group + offset < steps
+                        state = lax.cond(alive, step, lambda s=state: s)
                 return state
 
-            state = pool[jnp.minimum(source, slots - 1), head, place, :]
-            groups = 1 if group == columns else pl.cdiv(steps, group)
-            out[target, head, place, :] = _groups(several, groups, state)
+            state = frame.load(pool, jnp.minimum(source, slots - 1), head, begin)
+            state = _groups(several, pl.cdiv(steps, group), loaded, state, tiles.ahead)
+            frame.store(out, target, head, begin, state)
 
     return gpu_call(
         kernel,
@@ -224,15 +322,15 @@ def fold(key, value, decay, inputs, recurrent, conv, path, read_slot, write_slot
         out_specs=(WHOLE,) * 2,
         aliases={4: 0, 5: 1},
         interpret=interpret,
-        num_warps=tiles.num_warps,
+        num_warps=frame.num_warps,
     )(key, value, decay, inputs, recurrent, conv, path, read_slot, write_slot, count)
 
 
-def _shift(inputs, conv, out, path, row, slots, steps, begin):
+def _shift(inputs, conv, out, path, row, slots, steps, begin, extent):
     """The last columns of history ++ inputs[path[:steps]], of some channels; all of them are read
     before the first is written, since a history may move within its slot."""
     (kept, channels), columns = conv.shape[1:], inputs.shape[1]
-    channel = begin + jnp.arange(_CHANNELS, dtype=jnp.int32)
+    channel = begin + jnp.arange(extent, dtype=jnp.int32)
     known = channel < channels
     moved = []
     for place in range(kept):
@@ -247,29 +345,40 @@ def _shift(inputs, conv, out, path, row, slots, steps, begin):
         store(out.at[broadcast(slots[1], place, channel)], values, mask=known)
 
 
-def _step(state, row, index, head, place, key, value, decay):
-    """M <- alpha M + beta (v - alpha M k) k^T for a [rows, Dk] piece of M."""
-    k = _unit(key, row, index, _key_head(head, key, value), state)
-    v = value[row, index, head, place].astype(jnp.float32)
-    alpha, beta = jnp.exp(decay[row, index, head, 0]), decay[row, index, head, 1]
-    decayed = alpha * state
-    delta = beta * (v - jnp.sum(decayed * k, axis=1))
-    return decayed + delta[:, None] * k
+def _record(frame, row, index, head, begin, key, value, decay):
+    """What a column's step reads: its raw key, its values a piece each, g and beta."""
+    vector = frame.vector(key, row, index, head // (value.shape[2] // key.shape[2]))
+    values = tuple(value[row, index, head, place] for place in frame.places(begin))
+    return vector, values, decay[row, index, head, 0], decay[row, index, head, 1]
 
 
-def _read(state, query, row, index, head, value_heads):
-    q = _unit(query, row, index, head // (value_heads // query.shape[2]), state)
-    return jnp.sum(state * q, axis=1) * state.shape[1] ** -0.5
+def _step(frame, state, record):
+    """M <- alpha M + beta (v - alpha M k) k^T for the pieces of M."""
+    key, values, g, beta = record
+    k, alpha = _wide(key), jnp.exp(g)
+    unit = _unit(frame, k)
+    moved = []
+    for pieces, v in zip(state, values, strict=True):
+        decayed = tuple(alpha * piece for piece in pieces)
+        delta = beta * (v.astype(jnp.float32) - unit * frame.along_keys(decayed, k))
+        pull = (delta * unit)[:, None]
+        moved.append(
+            tuple(frame.fused(pull, x, piece) for piece, x in zip(decayed, k, strict=True))
+        )
+    return tuple(moved)
 
 
-def _key_head(head, key, value):
-    return head // (value.shape[2] // key.shape[2])
+def _read(frame, state, query):
+    """M q / sqrt(Dk), a piece's rows each."""
+    q = _wide(query)
+    unit = _unit(frame, q) * frame.key_dim**-0.5
+    return [unit * frame.along_keys(pieces, q) for pieces in state]
 
 
-def _unit(vectors, row, index, head, state):
-    """A unit vector, the same in every row of a tile like the state's: no thread waits for another
-    warp's share of it."""
-    depth = jnp.arange(state.shape[1], dtype=jnp.int32)[None, :]
-    same = jnp.zeros((state.shape[0], 1), jnp.int32)
-    wide = load(vectors.at[broadcast(row, index, head, depth + same)]).astype(jnp.float32)
-    return wide * lax.rsqrt(jnp.sum(wide * wide, axis=1) + _L2_EPS)[:, None]
+def _wide(vector):
+    return tuple(piece.astype(jnp.float32) for piece in vector)
+
+
+def _unit(frame, vector):
+    """What makes a vector one of length 1, in every row."""
+    return lax.rsqrt(frame.along_keys(vector, vector) + _L2_EPS)

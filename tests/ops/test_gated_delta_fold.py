@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.pallas import gated_delta_rule as kernels
 from dflash_jax.state.decode import Rows
 from dflash_jax.state.gdn import GdnRecords, GdnState, fold
 from tests.ops.gated_delta_inputs import (
@@ -32,7 +33,7 @@ from tests.ops.gated_delta_inputs import (
     verify,
 )
 from tests.oracles import gated_delta_rule as oracle
-from tests.tolerances import FP32_CHAIN, assert_close, assert_same_bits
+from tests.tolerances import FP32, FP32_CHAIN, assert_close, assert_same_bits
 
 
 def make_inputs(value_dim):
@@ -210,3 +211,27 @@ def test_records_past_the_count_never_leak(poison, form):
     clean = fold_records(columns, state, count, form=form)
     dirty = fold_records(poisoned(columns, count, poison), state, count, form=form)
     assert_same_bits(dirty, clean)
+
+
+@pytest.mark.parametrize(
+    "form, tiles",
+    [
+        ("interpret", kernels.Tiles(columns=2)),
+        pytest.param("pallas", kernels.Tiles(columns=4), marks=pytest.mark.gpu),
+        pytest.param("pallas", kernels.Tiles(16, 2, 8, ahead=False), marks=pytest.mark.gpu),
+    ],
+)
+def test_tiles_change_no_output_and_no_state(form, tiles):
+    """Columns in one go, and whether a device loads them ahead: bit for bit the same there."""
+    count, path = ints([6, 4, 2, 1, 0]), np.tile(np.arange(WIDTH, dtype=np.int32), (BATCH, 1))
+    columns, state = poisoned(make_columns(BATCH, WIDTH), count, "nan"), make_state(BATCH)
+    slot, same = ints(range(BATCH)), assert_close if form == "interpret" else assert_same_bits
+    rows, run = (FP32,) if form == "interpret" else (), {"interpret": form == "interpret"}
+    verified = kernels.verify(*columns.all(), state, slot, None, count, tiles=tiles, **run)
+    same(verified, verify(columns, state, CHAIN, count, chain=True, form=form), *rows)
+    inputs = jnp.zeros((BATCH, WIDTH, 7), jnp.bfloat16)
+    conv = jnp.zeros((BATCH, 3, 7), jnp.bfloat16)
+    moved, _ = kernels.fold(
+        *columns.records(), inputs, state, conv, path, slot, slot, count, tiles=tiles, **run
+    )
+    same(moved, fold_records(columns, state, count, form=form), *rows)
