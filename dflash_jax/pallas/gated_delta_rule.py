@@ -51,14 +51,21 @@ class Tiles:
     @classmethod
     def of(cls, batch: int, columns: int, interpret: bool) -> "Tiles":
         """Few rows need many small programs, many rows large ones that share a key among more of
-        the state. Several columns in one go take long to compile.
+        the state. More columns in one go take long to compile.
 
         In interpret mode one column at a time: XLA rounds each copy of a step in its own way."""
-        return cls(value_dim=8 if batch == 1 else 16, ahead=columns > 1 and not interpret)
+        many = columns > 1 and not interpret
+        if batch == 1:
+            return cls(value_dim=8, columns=2 if many else 1, ahead=many)
+        return cls(value_dim=16, ahead=many)
 
     @classmethod
     def of_fold(cls, batch: int, columns: int, interpret: bool) -> "Tiles":
-        return cls(value_dim=8 if batch == 1 else 16, ahead=columns > 1 and not interpret)
+        """The same for the fold, whose last group runs whole, whatever of it has been accepted."""
+        many = columns > 1 and not interpret
+        if batch == 1:
+            return cls(value_dim=8, columns=2 if many else 1, ahead=False)
+        return cls(value_dim=16, ahead=many)
 
     def group(self, columns: int) -> int:
         """Columns of each of equally large groups."""
