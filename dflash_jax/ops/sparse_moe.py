@@ -58,7 +58,7 @@ def route(logits, experts_per_token, *, experts=None, implementation="auto"):
         f"at most {routing_kernel.MAX_EXPERTS} experts and {routing_kernel.MAX_CHOSEN} of them a "
         f"token, got {experts} and {experts_per_token}"
     )
-    form = choose_form("route", implementation, lacking)
+    form = choose_form("route", implementation, lacking, auto_gpu="pallas")
     if form != "xla":
         ids, weights = routing_kernel.route(
             logits, experts=experts, chosen=experts_per_token, interpret=form == "interpret"
