@@ -55,11 +55,12 @@ class Tiles:
             rows, most = 16, (32, 32, 32)
         else:
             rows, most = 64 if share <= 64 else 128, (64, 128, 64)
+        warps = 8 if rows == 128 else 4
         return cls(
             rows=rows, inner=step_within(inner, (), most[0]),
             hidden=step_within(hidden, (), most[1]),
             inner_step=step_within(inner, columns, most[2]),
-            hidden_step=step_within(hidden, columns, most[2]),
+            hidden_step=step_within(hidden, columns, most[2]), num_warps=(warps, warps),
         )
 
 

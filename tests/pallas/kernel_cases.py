@@ -61,7 +61,9 @@ def paged(batch, width, heads, kv_heads, dim, context, page=64, dtypes=(BF16, BF
             *(shape(kv_heads, batch * pages, page, dim, dtype=dtype) for dtype in dtypes),
             shape(batch, pages, dtype=I32), shape(batch, dtype=I32), shape(batch, dtype=I32),
         ),
-        kernels=("softmax_attention", "softmax_attention_join"),
+        kernels=("softmax_attention", "softmax_attention_join") if width <= 32 else (
+            "softmax_attention_chunk",
+        ),
     )
 
 
@@ -357,6 +359,9 @@ CASES = (
     paged(1, 32, 16, 2, 256, 131072),
     paged(1, 8, 32, 8, 128, 4096, dtypes=(BF16, F16)), paged(3, 5, 6, 3, 16, 64, page=16),
     paged(2, 3, 4, 2, 32, 128, dtypes=(F32, F32)),
+    paged(1, 1024, 16, 2, 256, 8192), paged(2, 4096, 24, 4, 256, 8192),
+    paged(1, 33, 32, 8, 128, 4096, dtypes=(BF16, F16)), paged(3, 100, 6, 3, 16, 64, page=16),
+    paged(2, 70, 4, 2, 64, 128, dtypes=(F32, F32)),
     ring(1, 8, 32, 8, 128, 2048), ring(8, 16, 32, 8, 128, 4096), ring(3, 1, 6, 3, 32, 48),
     ring(1, 4, 4, 2, 32, 16, dtypes=(F32, F32)),
     delta(1, 8, 16, 48, 128, chain=True), delta(8, 16, 16, 32, 128, chain=True),
