@@ -204,6 +204,25 @@ def test_the_sort_lists_every_choice_once_and_its_tiles_share_an_expert(
     assert np.array_equal(np.repeat(table, live.sum(axis=1)), np.sort(ids))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [129, 1024, 4096])
+def test_a_chunk_of_the_official_layer_matches_the_oracle_on_sampled_tokens(tokens):
+    count, k, hidden, inner = 256, 8, 2048, 512
+    keys = jax.random.split(jax.random.key(tokens), 4)
+    x = jax.random.normal(keys[0], (tokens, hidden), jnp.bfloat16)
+    gate_up = 0.02 * jax.random.normal(keys[1], (count, 2 * inner, hidden), jnp.bfloat16)
+    down = 0.04 * jax.random.normal(keys[2], (count, hidden, inner), jnp.bfloat16)
+    routing = moe.route(jax.random.normal(keys[3], (tokens, count)), k)
+    out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation="pallas")
+    some = np.asarray([0, tokens // 2, tokens - 1])
+    used, place = np.unique(np.asarray(routing.experts)[some], return_inverse=True)
+    expected = oracle.expert_mlp(
+        as_float64(x[some]), place.reshape(len(some), k), as_float64(routing.weights[some]),
+        as_float64(gate_up[used]), as_float64(down[used]),
+    )
+    assert_close(out[some], expected, BF16_MATMUL)
+
+
 def test_what_the_kernel_lacks_is_refused():
     x, logits, gate_up, down = arrays(4)
     routing = moe.route(logits, 2)
