@@ -162,11 +162,11 @@ def test_the_kernel_serves_an_expert_that_takes_every_token_and_one_that_takes_n
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_many_tokens_match_the_oracle_at_every_fill_of_a_tile_and_keep_dead_ones_apart(dtype, form):
     """Experts with one choice less than a tile, a tile, one more, many, one, and none."""
-    rows = sparse_moe_tiles.Tiles.of(50.0, 32, 16, jnp.dtype(dtype)).rows
+    rows = sparse_moe_tiles.Tiles.of(50.0, 48, 80, jnp.dtype(dtype)).rows
     counts = [rows - 1, 0, rows, rows + 1, 0, 2 * rows, 1, 129, 0]
     chosen = np.random.default_rng(1).permutation(np.repeat(np.arange(9), counts))[:, None]
     tokens = len(chosen)
-    x, _, gate_up, down = arrays(tokens, dtype, experts=9, hidden=32, inner=16)
+    x, _, gate_up, down = arrays(tokens, dtype, experts=9, hidden=48, inner=80)
     gate_up, down = (a.at[jnp.asarray([1, 4, 8])].set(jnp.nan) for a in (gate_up, down))
     weights = jnp.linspace(0.1, 1.0, tokens, dtype=jnp.float32)[:, None]
     routing = moe.Routing(experts=jnp.asarray(chosen, jnp.int32), weights=weights)
