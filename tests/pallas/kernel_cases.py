@@ -1,10 +1,7 @@
 """Every kernel at official and at odd sizes, by shapes alone."""
 
-import dataclasses
 import functools
-from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 
 from dflash_jax.ops import (
@@ -25,26 +22,7 @@ from dflash_jax.ops import (
 )
 from dflash_jax.pallas import sparse_moe as pallas_moe
 from dflash_jax.pallas import sparse_moe_tiles
-
-BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelCase:
-    """name; fn and the shapes of its arguments; names of our kernels that it launches, in order;
-    the arguments that are updated in place; whether the kernel is one of Mosaic GPU.
-    """
-
-    name: str
-    fn: Callable
-    avals: tuple
-    kernels: tuple[str, ...]
-    state: tuple[int, ...] = ()
-    mosaic: bool = False
-
-
-def shape(*extent, dtype=BF16):
-    return jax.ShapeDtypeStruct(extent, dtype)
+from tests.pallas.case import BF16, F16, F32, I32, KernelCase, shape
 
 
 def paged(batch, width, heads, kv_heads, dim, context, page=64, dtypes=(BF16, BF16)):
