@@ -15,6 +15,7 @@ from dflash_jax.ops.attention import (
     unfold_heads,
 )
 from dflash_jax.pallas import softmax_attention as kernel
+from dflash_jax.pallas import softmax_attention_chunk as chunk_kernel
 
 # A longer context is read in stretches, in a loop that ends with the longest row: at most this many
 # positions, and at most this many scores, at a time.
@@ -55,7 +56,12 @@ def softmax_attention(
     kv_heads, num_pages, page, _ = key_pages.shape
     check_block(query, block_key, kv_heads)
     visible = block_visibility(block_mask, batch, width, live)
-    form = _choose(implementation, width, page, query)
+    form = _choose(implementation, width, page, query, block_mask)
+    if form != "xla" and width > kernel.MAX_WIDTH:
+        return chunk_kernel.attend(
+            query, block_key, block_value, key_pages, value_pages, table, frontier, live, gate,
+            scale=scale, interpret=form == "interpret",
+        )
     if form != "xla":
         return kernel.attend(
             query, block_key, block_value, key_pages, value_pages, table, frontier, live,
@@ -97,11 +103,15 @@ def softmax_attention(
     return jnp.where(alive[:, :, None, None], opened, 0.0).astype(query.dtype)
 
 
-def _choose(implementation: str, width: int, page: int, query) -> str:
+def _choose(implementation: str, width: int, page: int, query, block_mask) -> str:
     dim = query.shape[-1]
-    lacking = None if kernel.supports(width, page, dim) else (
-        f"blocks of at most {kernel.MAX_WIDTH} columns and power-of-two pages and heads of at "
-        f"least 16, got width {width}, page {page}, head_dim {dim}"
+    narrow = width <= kernel.MAX_WIDTH
+    takes = kernel.supports(width, page, dim) if narrow else (
+        chunk_kernel.supports(page, dim, block_mask)
+    )
+    lacking = None if takes else (
+        f"blocks of at most {kernel.MAX_WIDTH} columns or causal ones and power-of-two pages and "
+        f"heads of at least 16, got width {width}, page {page}, head_dim {dim}"
     )
     return attention_form("softmax_attention", implementation, lacking, query)
 

@@ -9,6 +9,7 @@ from dflash_jax.ops.block_scaled_linear import BlockScale, check_scale, dequanti
 from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.pallas import routing as routing_kernel
 from dflash_jax.pallas import sparse_moe as kernel
+from dflash_jax.pallas import sparse_moe_tiles
 
 # Up to here an expert multiplies all tokens, chosen or not: more products, but no sort by expert,
 # and 0.9 ms instead of 4.2 ms for 128 tokens of a 256 x (2048, 512) layer on an H200.
@@ -86,9 +87,9 @@ def expert_mlp(
       [T, H] out_dtype. A token's result depends on no other token: dead ones may be NaN.
     Numeric: products and sums in fp32 (fp32 operands: no TF32); the SwiGLU product is rounded to
       the dtype of x; experts are summed best first, in fp32. Float8 as in `block_scaled_linear`.
-    Memory: fp32 [E, T, max(2I, H)] up to 256 tokens (0.5 GiB for 256 experts, H 2048); beyond it
-      fp32 [T, k, H] and the matrices of 16 experts. Float8: also one matrix a multiplied expert in
-      the dtype of x.
+    Memory: fp32 [T, k, H]. In XLA also fp32 [E, T, max(2I, H)] up to 256 tokens (0.5 GiB for 256
+      experts, H 2048), beyond it the matrices of 16 experts; float8: and one matrix a multiplied
+      expert in the dtype of x.
     Raises: ValueError for shapes or dtypes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 6.3.6.
     """
@@ -109,7 +110,8 @@ def expert_mlp(
     form = _choose(implementation, tokens, hidden, inner, scales)
     matrices = _Matrices(gate_up=gate_up, down=down, gate_up_scale=scales[0], down_scale=scales[1])
     if form != "xla":
-        outputs = kernel.expert_outputs(
+        few = tokens <= kernel.MAX_TOKENS
+        outputs = (kernel if few else sparse_moe_tiles).expert_outputs(
             x, routing.experts, gate_up, down, interpret=form == "interpret",
             scales=tuple(None if scale is None else scale.values for scale in scales),
             columns=tuple(0 if scale is None else scale.columns for scale in scales),
@@ -147,8 +149,8 @@ class _Matrices:
 def _choose(implementation: str, tokens: int, hidden: int, inner: int, scales) -> str:
     columns = tuple(scale.columns for scale in scales if scale is not None)
     lacking = None if kernel.supports(tokens, hidden, inner, columns) else (
-        f"at most {kernel.MAX_TOKENS} tokens, hidden and inner in multiples of 16, and blocks of "
-        f"whole steps; got {tokens} tokens, hidden {hidden}, inner {inner}, block columns {columns}"
+        f"tokens, hidden and inner in multiples of 16, and blocks of whole steps; got {tokens} "
+        f"tokens, hidden {hidden}, inner {inner}, block columns {columns}"
     )
     return choose_form("sparse_moe", implementation, lacking, auto_gpu="pallas")
 

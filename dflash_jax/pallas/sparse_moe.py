@@ -57,9 +57,9 @@ class Tiles:
 
 
 def supports(tokens: int, hidden: int, inner: int, columns=()) -> bool:
-    """Whether the kernels take these sizes; `columns` of a block where there are blocks."""
-    whole = all(step_within(width, columns, 16) == 16 for width in (hidden, inner))
-    return 0 < tokens <= MAX_TOKENS and whole
+    """Whether the kernels, here and in sparse_moe_tiles.py, take these sizes; `columns` of a block
+    where there are blocks."""
+    return tokens > 0 and all(step_within(width, columns, 16) == 16 for width in (hidden, inner))
 
 
 @shared("interpret", "columns", "tiles")
@@ -85,7 +85,7 @@ def expert_outputs(
         out_specs=WHOLE, interpret=interpret, num_warps=tiles.num_warps, num_stages=tiles.num_stages
     )
     flat = experts.reshape(-1)
-    blocks, values = _blocks(gate_up, scales[0], columns[0])
+    blocks, values = blocks_of(gate_up, scales[0], columns[0])
     mixed = gpu_call(
         _gate_up_kernel(tiles, rows, tokens, inner, blocks, interpret),
         name="sparse_moe_gate_up",
@@ -94,7 +94,7 @@ def expert_outputs(
         in_specs=[WHOLE] * (3 + len(values)),
         **common,
     )(x, flat, gate_up, *values)
-    blocks, values = _blocks(down, scales[1], columns[1])
+    blocks, values = blocks_of(down, scales[1], columns[1])
     outputs = gpu_call(
         _down_kernel(tiles, rows, tokens, k, blocks, interpret),
         name="sparse_moe_down",
@@ -106,14 +106,14 @@ def expert_outputs(
     return outputs.reshape(tokens, k, hidden)
 
 
-def _blocks(matrices, scale, columns):
-    """Rows and columns of a block and the operand that holds the scales; None and none if dense."""
+def blocks_of(matrices, scale, columns):
+    """Rows and columns of a block and the operands that hold the scales; None and () if dense."""
     if scale is None:
         return None, ()
     return (matrices.shape[1] // scale.shape[1], columns), (scale,)
 
 
-def _product(left, matrices, scale, blocks, at, interpret):
+def product(left, matrices, scale, blocks, at, interpret):
     """left [m, step] times an expert's matrix rows, transposed: [m, rows] fp32.
 
     at: the expert, the first row, the number of rows, the first column.
@@ -144,7 +144,7 @@ def _gate_up_kernel(tiles: Tiles, rows: int, tokens: int, inner: int, blocks, in
                 part = load(x.at[at], mask=at[0] < tokens, other=0.0)
                 starts = (start + block * tiles.inner for start in (0, inner))
                 gate, up = (
-                    _product(
+                    product(
                         part, gate_up, scale, blocks, (expert, start, tiles.inner, first), interpret
                     )
                     for start in starts
@@ -176,7 +176,7 @@ def _down_kernel(tiles: Tiles, rows: int, tokens: int, k: int, blocks, interpret
                 first = index * tiles.inner_step
                 at = expert, block * tiles.hidden, tiles.hidden, first
                 part = mixed[choice, :, pl.ds(first, tiles.inner_step)]
-                return total + _product(part, down, scale, blocks, at, interpret)
+                return total + product(part, down, scale, blocks, at, interpret)
 
             steps = mixed.shape[2] // tiles.inner_step
             empty = jnp.zeros((rows, tiles.hidden), jnp.float32)

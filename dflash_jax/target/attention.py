@@ -44,7 +44,7 @@ class GatedAttention(nn.Module):
           x: [B, W, H], normed.
           columns: `TargetColumns`.
           pages: `KVPages` of this layer; read only.
-          prefill: whether x is a chunk of a prompt, which has no kernel.
+          prefill: whether x is a chunk of a prompt: of this, only attention has a kernel.
         Returns:
           y [B, W, H] fp32, not yet rounded, and the columns' rows (key, value), each
           [B, W, Hkv, D], as the cache will store them: the block is attended in that form, so a
@@ -64,7 +64,7 @@ class GatedAttention(nn.Module):
         mixed = softmax_attention(
             heads.query, heads.key, heads.value, pages.key, pages.value, columns.table,
             columns.frontier, columns.live, block_mask=columns.block_mask,
-            scale=config.head_dim**-0.5, gate=heads.gate, implementation=implementation,
+            scale=config.head_dim**-0.5, gate=heads.gate, implementation=self.implementation,
         )
         mixed = mixed.reshape(*x.shape[:2], -1)
         return self.output(mixed, jnp.float32, implementation), (heads.key, heads.value)

@@ -34,7 +34,7 @@ class SparseMoe(nn.Module):
         self.shared = SwiGlu(hidden, moe.shared_intermediate, param, blocks=blocks)
 
     def __call__(self, x, *, prefill: bool):
-        """[B, W, H] normed -> [B, W, H]; a chunk of a prompt has no kernel."""
+        """[B, W, H] normed -> [B, W, H]; of a prompt's chunk only the experts have a kernel."""
         dtype = self.dtypes.activation_dtype
         implementation = "xla" if prefill else self.implementation
         tokens = x.reshape(-1, x.shape[-1])
@@ -46,7 +46,7 @@ class SparseMoe(nn.Module):
         self.sow("intermediates", "experts", routing.experts)  # nothing unless somebody asks
         routed = expert_mlp(
             tokens, routing, self.gate_up, self.down, jnp.float32,
-            scales=(self.gate_up_scale, self.down_scale), implementation=implementation,
+            scales=(self.gate_up_scale, self.down_scale), implementation=self.implementation,
         )
         # Apart: XLA would join the router's product with this one, and their matrices every time.
         apart = lax.optimization_barrier(tokens)

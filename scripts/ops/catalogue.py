@@ -36,7 +36,8 @@ def cases(full: bool) -> list[Case]:
         found += [paged(batch, 8, context) for context in ((4096, 32768) if full else (4096,))]
         found += [ring(batch, 8, 2048)]
     found += [select(7), *([select(120)] if full else [])]
-    found += [experts(tokens) for tokens in ((1, 8, 64) if full else (8,))]
+    found += [paged(1, 1024, 4096)] if full else []
+    found += [experts(tokens) for tokens in ((1, 8, 64, 1024, 4096) if full else (8,))]
     for tokens in (8, 64) if full else (8,):
         found += [blocks(tokens, out, inner) for out, inner in ((34816, 5120), (5120, 17408))]
     found += [law(1, 8), *([law(8, 16)] if full else [])]
@@ -219,7 +220,7 @@ def paged(batch: int, width: int, context: int) -> Case:
         name=f"softmax_attention B={batch} W={width} context {context}",
         bytes=batch * context * kv_heads * dim * 2 * 2, make=make,
         exact=functools.partial(attention_oracle.softmax_attention, **options)
-        if batch == 1 and context <= 4096 else None,
+        if batch == 1 and width <= 16 and context <= 4096 else None,
         forms={form: functools.partial(
             softmax_attention.softmax_attention, implementation=form, **options
         ) for form in BOTH},

@@ -6,6 +6,7 @@ import pytest
 
 from dflash_jax.ops import sparse_moe as moe
 from dflash_jax.ops.block_scaled_linear import BlockScale
+from dflash_jax.pallas import sparse_moe_tiles
 from tests.oracles import block_scaled_linear as blocks
 from tests.oracles import sparse_moe as oracle
 from tests.tolerances import BF16_CHAIN, BF16_MATMUL, FP32, FP32_CHAIN, as_float64, assert_close
@@ -34,6 +35,9 @@ def expected_of(x, routing, gate_up, down):
     return oracle.expert_mlp(wide[0], np.asarray(routing.experts), *wide[1:])
 
 
+FORMS = pytest.mark.parametrize(
+    "form", ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
+)
 ROUTE_FORMS = pytest.mark.parametrize(
     "form", ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 )
@@ -129,7 +133,7 @@ def test_dead_tokens_reach_no_other(small_tiles, tokens):
     assert np.array_equal(np.asarray(out)[live], np.asarray(clean)[live])
 
 
-@pytest.mark.parametrize("form", ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)])
+@FORMS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("tokens, k", [(1, 2), (5, 1), (15, 3), (16, 2), (17, 5), (40, 2)])
 def test_the_kernel_matches_the_oracle_and_keeps_dead_tokens_apart(tokens, k, dtype, form):
@@ -144,7 +148,7 @@ def test_the_kernel_matches_the_oracle_and_keeps_dead_tokens_apart(tokens, k, dt
     assert np.array_equal(np.asarray(dirty)[:last], np.asarray(out)[:last])
 
 
-@pytest.mark.parametrize("form", ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)])
+@FORMS
 def test_the_kernel_serves_an_expert_that_takes_every_token_and_one_that_takes_none(form):
     x, _, gate_up, down = arrays(12, hidden=32, inner=16)
     experts = jnp.broadcast_to(jnp.asarray([16, 0], jnp.int32), (12, 2))
@@ -152,6 +156,71 @@ def test_the_kernel_serves_an_expert_that_takes_every_token_and_one_that_takes_n
     poisoned = gate_up.at[5].set(jnp.nan), down.at[5].set(jnp.nan)
     out = moe.expert_mlp(x, routing, *poisoned, jnp.float32, implementation=form)
     assert_close(out, expected_of(x, routing, gate_up, down), FP32_CHAIN)
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_many_tokens_match_the_oracle_at_every_fill_of_a_tile_and_keep_dead_ones_apart(dtype, form):
+    """Experts with one choice less than a tile, a tile, one more, many, one, and none."""
+    rows = sparse_moe_tiles.Tiles.of(50.0, 48, 80, jnp.dtype(dtype)).rows
+    counts = [rows - 1, 0, rows, rows + 1, 0, 2 * rows, 1, 129, 0]
+    chosen = np.random.default_rng(1).permutation(np.repeat(np.arange(9), counts))[:, None]
+    tokens = len(chosen)
+    x, _, gate_up, down = arrays(tokens, dtype, experts=9, hidden=48, inner=80)
+    gate_up, down = (a.at[jnp.asarray([1, 4, 8])].set(jnp.nan) for a in (gate_up, down))
+    weights = jnp.linspace(0.1, 1.0, tokens, dtype=jnp.float32)[:, None]
+    routing = moe.Routing(experts=jnp.asarray(chosen, jnp.int32), weights=weights)
+    out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation=form)
+    assert_close(out, expected_of(x, routing, gate_up, down), TOLERANCE[dtype])
+    dirty = moe.expert_mlp(
+        x.at[7].set(jnp.nan), routing, gate_up, down, jnp.float32, implementation=form
+    )
+    live = np.arange(tokens) != 7
+    assert np.array_equal(np.asarray(dirty)[live], np.asarray(out)[live])
+
+
+@FORMS
+@pytest.mark.parametrize("tokens, k", [(129, 2), (200, 1)])
+def test_many_tokens_may_all_choose_the_same_expert(tokens, k, form):
+    x, _, gate_up, down = arrays(tokens, experts=5, hidden=16, inner=16)
+    experts = jnp.broadcast_to(jnp.asarray([4, 0][:k], jnp.int32), (tokens, k))
+    routing = moe.Routing(experts=experts, weights=jnp.full((tokens, k), 1 / k, jnp.float32))
+    out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation=form)
+    assert_close(out, expected_of(x, routing, gate_up, down), FP32_CHAIN)
+
+
+@FORMS
+@pytest.mark.parametrize("choices, rows, experts", [(40, 4, 9), (33, 16, 5), (5000, 64, 11)])
+def test_the_sort_lists_every_choice_once_and_its_tiles_share_an_expert(
+    choices, rows, experts, form
+):
+    ids = np.random.default_rng(rows).integers(0, experts, choices).astype(np.int32)
+    ids[ids == 2] = 3
+    order, table = sparse_moe_tiles.sort(jnp.asarray(ids), experts, rows, form == "interpret")
+    listed = np.asarray(order).reshape(-1, rows)
+    live = listed < choices
+    assert np.array_equal(listed[live], np.argsort(ids, kind="stable"))
+    assert np.all(listed[~live] == choices) and np.all(live == np.sort(live, axis=1)[:, ::-1])
+    assert np.array_equal(np.repeat(table, live.sum(axis=1)), np.sort(ids))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [129, 1024, 4096])
+def test_a_chunk_of_the_official_layer_matches_the_oracle_on_sampled_tokens(tokens):
+    count, k, hidden, inner = 256, 8, 2048, 512
+    keys = jax.random.split(jax.random.key(tokens), 4)
+    x = jax.random.normal(keys[0], (tokens, hidden), jnp.bfloat16)
+    gate_up = 0.02 * jax.random.normal(keys[1], (count, 2 * inner, hidden), jnp.bfloat16)
+    down = 0.04 * jax.random.normal(keys[2], (count, hidden, inner), jnp.bfloat16)
+    routing = moe.route(jax.random.normal(keys[3], (tokens, count)), k)
+    out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation="pallas")
+    some = np.asarray([0, tokens // 2, tokens - 1])
+    used, place = np.unique(np.asarray(routing.experts)[some], return_inverse=True)
+    expected = oracle.expert_mlp(
+        as_float64(x[some]), place.reshape(len(some), k), as_float64(routing.weights[some]),
+        as_float64(gate_up[used]), as_float64(down[used]),
+    )
+    assert_close(out[some], expected, BF16_MATMUL)
 
 
 def test_what_the_kernel_lacks_is_refused():
@@ -216,7 +285,7 @@ def blocked(tokens, rows=16, columns=16):
 @pytest.mark.parametrize(
     "form", ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 )
-@pytest.mark.parametrize("tokens, k", [(1, 2), (5, 3), (17, 2)])
+@pytest.mark.parametrize("tokens, k", [(1, 2), (5, 3), (17, 2), (130, 2)])
 def test_float8_experts_match_the_oracle_of_their_dequantised_matrices(tokens, k, form):
     x, logits, gate_up, down, scales, exact = blocked(tokens)
     routing = moe.route(logits, k)

@@ -1,10 +1,7 @@
 """Every kernel at official and at odd sizes, by shapes alone."""
 
-import dataclasses
 import functools
-from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 
 from dflash_jax.ops import (
@@ -23,26 +20,9 @@ from dflash_jax.ops import (
     sparse_moe,
     vocab,
 )
-
-BF16, F16, F32, I32 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.int32
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelCase:
-    """name; fn and the shapes of its arguments; names of our kernels that it launches, in order;
-    the arguments that are updated in place; whether the kernel is one of Mosaic GPU.
-    """
-
-    name: str
-    fn: Callable
-    avals: tuple
-    kernels: tuple[str, ...]
-    state: tuple[int, ...] = ()
-    mosaic: bool = False
-
-
-def shape(*extent, dtype=BF16):
-    return jax.ShapeDtypeStruct(extent, dtype)
+from dflash_jax.pallas import sparse_moe as pallas_moe
+from dflash_jax.pallas import sparse_moe_tiles
+from tests.pallas.case import BF16, F16, F32, I32, KernelCase, shape
 
 
 def paged(batch, width, heads, kv_heads, dim, context, page=64, dtypes=(BF16, BF16)):
@@ -59,7 +39,9 @@ def paged(batch, width, heads, kv_heads, dim, context, page=64, dtypes=(BF16, BF
             *(shape(kv_heads, batch * pages, page, dim, dtype=dtype) for dtype in dtypes),
             shape(batch, pages, dtype=I32), shape(batch, dtype=I32), shape(batch, dtype=I32),
         ),
-        kernels=("softmax_attention", "softmax_attention_join"),
+        kernels=("softmax_attention", "softmax_attention_join") if width <= 32 else (
+            "softmax_attention_chunk",
+        ),
     )
 
 
@@ -195,19 +177,30 @@ def block_scaled(tokens, rows, width, block=128):
     )
 
 
-def experts(tokens, hidden, inner, count=256, k=8, dtype=BF16):
-    def call(x, chosen, weights, gate_up, down):
-        routing = sparse_moe.Routing(experts=chosen, weights=weights)
-        return sparse_moe.expert_mlp(x, routing, gate_up, down, F32, implementation="pallas")
+def experts(tokens, hidden, inner, count=256, k=8, dtype=BF16, block=0):
+    # Without the sum over a token's experts: XLA's fusion of that spills a register.
+    form = pallas_moe if tokens <= pallas_moe.MAX_TOKENS else sparse_moe_tiles
 
+    def call(x, chosen, gate_up, down, *values):
+        return form.expert_outputs(
+            x, chosen, gate_up, down, scales=values or (None, None), columns=(block,) * 2,
+            interpret=False,
+        )
+
+    matrices = (count, 2 * inner, hidden), (count, hidden, inner)
+    stored = jnp.float8_e4m3fn if block else dtype
+    scales = [(count, rows // block, -(-width // block)) for _, rows, width in matrices if block]
+    few = ("sparse_moe_gate_up", "sparse_moe_down")
+    many = ("sparse_moe_sort", "sparse_moe_tiles_gate_up", "sparse_moe_tiles_down")
     return KernelCase(
-        name=f"sparse_moe T={tokens} {count} x {hidden} x {inner} {dtype.__name__}", fn=call,
+        name=f"sparse_moe T={tokens} {count} x {hidden} x {inner} {dtype.__name__} / {block}",
+        fn=call,
         avals=(
             shape(tokens, hidden, dtype=dtype), shape(tokens, k, dtype=I32),
-            shape(tokens, k, dtype=F32), shape(count, 2 * inner, hidden, dtype=dtype),
-            shape(count, hidden, inner, dtype=dtype),
+            *(shape(*extent, dtype=stored) for extent in matrices),
+            *(shape(*extent, dtype=F32) for extent in scales),
         ),
-        kernels=("sparse_moe_gate_up", "sparse_moe_down"),
+        kernels=few if form is pallas_moe else many,
     )
 
 
@@ -344,6 +337,9 @@ CASES = (
     paged(1, 32, 16, 2, 256, 131072),
     paged(1, 8, 32, 8, 128, 4096, dtypes=(BF16, F16)), paged(3, 5, 6, 3, 16, 64, page=16),
     paged(2, 3, 4, 2, 32, 128, dtypes=(F32, F32)),
+    paged(1, 1024, 16, 2, 256, 8192), paged(2, 4096, 24, 4, 256, 8192),
+    paged(1, 33, 32, 8, 128, 4096, dtypes=(BF16, F16)), paged(3, 100, 6, 3, 16, 64, page=16),
+    paged(2, 70, 4, 2, 64, 128, dtypes=(F32, F32)),
     ring(1, 8, 32, 8, 128, 2048), ring(8, 16, 32, 8, 128, 4096), ring(3, 1, 6, 3, 32, 48),
     ring(1, 4, 4, 2, 32, 16, dtypes=(F32, F32)),
     delta(1, 8, 16, 48, 128, chain=True), delta(8, 16, 16, 32, 128, chain=True),
@@ -360,6 +356,11 @@ CASES = (
     block_scaled(8, 34816, 5120), block_scaled(64, 5120, 17408), block_scaled(1, 96, 160, 32),
     experts(1, 2048, 512), experts(8, 2048, 512), experts(64, 2048, 512), experts(128, 2048, 512),
     experts(5, 48, 80, count=9, k=3), experts(3, 32, 16, count=5, k=2, dtype=F32),
+    experts(129, 2048, 512), experts(1024, 2048, 512), experts(2048, 2048, 512),
+    experts(4096, 2048, 512), experts(1024, 2048, 512, block=128),
+    experts(4096, 2048, 512, block=128), experts(8, 2048, 512, block=128),
+    experts(131, 48, 80, count=9, k=3), experts(2048, 4096, 512, count=512, k=10),
+    experts(300, 2048, 512, dtype=F32), experts(130, 32, 16, count=5, k=2, dtype=F32),
     selector(1, 7, 16, 256), selector(8, 15, 16, 256), selector(3, 1, 2, 4, rows=11, dtype=F32),
     top(7, 248320), top(120, 248320), top(1, 129), top(3, 1000, k=100),
     context(1, 8, (False,) * 5), context(8, 16, (False,) * 5 + (True,), window=4096),

@@ -10,7 +10,8 @@ from jax.experimental import pallas as pl
 
 from dflash_jax.pallas.common import gpu_call
 from tests.pallas import h200
-from tests.pallas.kernel_cases import CASES, F32, shape
+from tests.pallas.case import F32, shape
+from tests.pallas.kernel_cases import CASES
 
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 NEEDS_PLUGIN = pytest.mark.skipif(
