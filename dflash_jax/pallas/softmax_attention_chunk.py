@@ -47,7 +47,7 @@ class Tiles:
         """For queries [B, W, Hq, D] and pages of so many positions."""
         if query.dtype == jnp.float32:  # products without tensor cores
             return cls(rows=16, keys=16, num_warps=4)
-        return cls(rows=128, keys=min(page, 64), num_warps=8)
+        return cls(rows=128, keys=min(page, 32), num_warps=8, num_stages=3)
 
 
 def supports(page: int, dim: int, block_mask) -> bool:

@@ -53,8 +53,10 @@ class Tiles:
         of a block of those matrices that have blocks."""
         if dtype == jnp.float32:  # products without tensor cores
             rows, most = 16, (32, 32, 32)
-        else:
-            rows, most = 64 if share <= 64 else 128, (64, 128, 64)
+        elif share < 64:
+            rows, most = 64, (64, 128, 64)
+        else:  # blocks' values are widened in registers, which large pieces would spill
+            rows, most = 128, (64, 128, 64) if columns else (128, 256, 64)
         warps = 8 if rows == 128 else 4
         return cls(
             rows=rows, inner=step_within(inner, (), most[0]),

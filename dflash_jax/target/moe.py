@@ -34,14 +34,14 @@ class SparseMoe(nn.Module):
         self.shared = SwiGlu(hidden, moe.shared_intermediate, param, blocks=blocks)
 
     def __call__(self, x, *, prefill: bool):
-        """[B, W, H] normed -> [B, W, H]; of a prompt's chunk only the experts have a kernel."""
+        """[B, W, H] normed -> [B, W, H]; a prompt's chunk has no kernel for its products."""
         dtype = self.dtypes.activation_dtype
-        implementation = "xla" if prefill else self.implementation
+        products = "xla" if prefill else self.implementation
         tokens = x.reshape(-1, x.shape[-1])
         scores, experts = self.router.joined(tokens, jnp.float32), self.config.moe.num_experts
         routing = route(
             scores, self.config.moe.experts_per_token, experts=experts,
-            implementation=implementation,
+            implementation=self.implementation,
         )
         self.sow("intermediates", "experts", routing.experts)  # nothing unless somebody asks
         routed = expert_mlp(
@@ -50,7 +50,7 @@ class SparseMoe(nn.Module):
         )
         # Apart: XLA would join the router's product with this one, and their matrices every time.
         apart = lax.optimization_barrier(tokens)
-        shared = self.shared(apart, jnp.float32, implementation)
+        shared = self.shared(apart, jnp.float32, products)
         shared = shared * jax.nn.sigmoid(scores[:, experts:])
         return (routed + shared).astype(dtype).reshape(x.shape)
 
