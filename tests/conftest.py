@@ -11,10 +11,20 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 import jax
 import pytest
 
-# Linux lets a process map 65530 regions; XLA's CPU programs take some dozens each, and a process
-# that has compiled thousands of them ends in a segmentation fault.
-MOST_REGIONS = 24_000
+# Linux lets a process map 65530 regions; XLA's CPU programs take a dozen or more each, and a
+# process that has compiled thousands of them ends in a segmentation fault. At this many, a worker
+# holds 2.5 GB.
+MOST_REGIONS = 12_000
 REGIONS = Path("/proc/self/maps")
+
+# Most of the suite's time is compilation, of programs that then run for milliseconds: XLA writes
+# simpler code for a CPU in a third of the time. What a program computes, aliases and copies is
+# decided before that.
+QUICK_TO_COMPILE = [
+    "--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1",
+]
+if jax.__version_info__ < (0, 11):  # later versions always use fusion emitters, and know no flag
+    QUICK_TO_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
 
 # Mixed dtypes must be an error in a test: a silent promotion hides a missing, named rounding.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -26,6 +36,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if not config.getoption("--gpu"):
+        # Read when the first program is compiled. Flags that are set outside come last and win.
+        os.environ["XLA_FLAGS"] = " ".join([*QUICK_TO_COMPILE, os.environ.get("XLA_FLAGS", "")])
         jax.config.update("jax_platforms", "cpu")
 
 

@@ -155,13 +155,19 @@ class Machine(RuleBasedStateMachine):
         request = known.request
         if request.sampling is not GREEDY or not request.tokens:
             return
-        said = [*request.tokens, *ids][: request.max_new_tokens]
-        left = request.max_new_tokens - len(said)
-        if left:
-            rest = alone((*request.prompt, *said), left, GREEDY, *self.pair).tokens
-            said = [*said, *rest]
-        self.engine.force(request, ids)
-        known.whole = tuple(said)
+        # After a step that raised, the tokens it had decided are entered before the forced ones.
+        entered = len(request.tokens)
+        most = entered if self.engine._schedule.settled else len(known.whole)
+        try:
+            self.engine.force(request, ids)
+        except ValueError:
+            assert most > entered and tuple(request.tokens) == known.whole
+            return
+        said, budget = tuple(request.tokens), request.max_new_tokens
+        assert said in [(*known.whole[:n], *ids)[:budget] for n in range(entered, most + 1)]
+        left = budget - len(said)
+        rest = alone((*request.prompt, *said), left, GREEDY, *self.pair).tokens if left else ()
+        known.whole = (*said, *rest)
 
     @rule(place=st.sampled_from(PLACES), at=st.integers(0, 3))
     def fail(self, place, at):

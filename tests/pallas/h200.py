@@ -95,6 +95,7 @@ def compiled(fn, *avals, donate_argnums=()) -> Compiled:
         program = jax.jit(fn, donate_argnums=donate_argnums).lower(*jax.tree.map(place, avals))
         options = {
             "xla_dump_to": folder, "xla_gpu_fail_ptx_compilation_on_register_spilling": True,
+            "xla_backend_optimization_level": 3,  # whatever the tests on a CPU run at
         }
         memory = program.compile(compiler_options=options).memory_analysis()
         files = sorted(Path(folder).glob("*.thunk_sequence*.txt"))
