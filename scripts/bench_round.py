@@ -139,6 +139,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         if not getattr(args, name) >= 1:
             option = name.replace("_", "-")
             parser.error(f"--{option}: expected at least 1, got {getattr(args, name)}")
+    if args.rounds < 4 * GROUP:  # three groups queued and one blocking
+        parser.error(f"--rounds: expected at least {4 * GROUP}, got {args.rounds}")
     return args
 
 

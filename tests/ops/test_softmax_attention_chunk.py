@@ -117,7 +117,7 @@ def test_official_heads_match_the_formula_on_sampled_columns():
                 ])
                 for pool, own in ((key_pages, block_key), (value_pages, block_value))
             ]
-            expected = oracle.attend(query[0, column, head], *seen, dim**-0.5)
+            expected = oracle.attend(query[0, column, head], *map(list, seen), dim**-0.5)
             assert_close(actual[0, column, head], expected, BF16_MATMUL)
 
 
