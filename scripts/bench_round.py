@@ -157,31 +157,10 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
     rows = Rows.of(range(batch))
     sampling = SamplingArrays.of([controls] * batch, models.target.public_vocab)
     state = begin(models, models.zeros(), rows, _admission(models))
-    prompt = np.random.default_rng(args.seed).integers(
-        0, models.target.public_vocab, (batch, args.context)
-    )
-    result, chunks = {}, []
-    fills = args.random_context or models.draft is None  # one prefill is timed, with the draft's
-    if fills:
-        state = _randomised(state, args.context, args.seed)
-    for start in range(0, 0 if fills else args.context, args.chunk):
-        piece = prompt[:, start : start + args.chunk]
-        chunk = PrefillChunk.text(models, piece, [piece.shape[1]] * batch, [start] * batch)
-
-        def one_chunk(chunk=chunk):
-            nonlocal state
-            state = jax.block_until_ready(prefill_chunk(models, params, state, rows, chunk))
-
-        if args.profile and len(chunks) > 1 and start + args.chunk >= args.context:
-            result["prefill kernels"] = kernel_times.record(one_chunk, 1)
-        else:
-            began = time.perf_counter()
-            one_chunk()
-            chunks.append((piece.shape[1], time.perf_counter() - began))
-    if chunks:
-        result["prefill compile"] = 1e3 * chunks[0][1]  # the first one compiles
-        tokens, seconds = np.sum(chunks[1:] or [(0, 1e-9)], axis=0)
-        result["prefill rate"] = batch * tokens / seconds
+    if args.random_context or models.draft is None:  # one prefill is timed, with the draft's
+        state, result = _randomised(state, args.context, args.seed), {}
+    else:
+        state, result = _prefilled(models, params, state, rows, args)
     state, _ = first_token(models, params, state, rows, sampling)
 
     most = jnp.full((batch,), run.block_width, jnp.int32)
@@ -224,6 +203,35 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
     stats = jax.devices()[0].memory_stats() or {}
     result["peak GB"] = stats.get("peak_bytes_in_use", 0) / 1e9
     return result
+
+
+def _prefilled(models: Models, params: Params, state, rows, args):
+    """The state after the context, chunk by chunk, and what that took: the first chunk compiles,
+    the others are dispatched without waiting, and --profile looks at the last of three or more."""
+    batch, vocabulary = args.batch, models.target.public_vocab
+    prompt = np.random.default_rng(args.seed).integers(0, vocabulary, (batch, args.context))
+    chunks = []
+    for start in range(0, args.context, args.chunk):
+        piece = prompt[:, start : start + args.chunk]
+        chunks.append(PrefillChunk.text(models, piece, [piece.shape[1]] * batch, [start] * batch))
+
+    def run(some):
+        nonlocal state
+        began = time.perf_counter()
+        for chunk in some:
+            state = prefill_chunk(models, params, state, rows, chunk)
+        jax.block_until_ready(state)
+        return time.perf_counter() - began
+
+    result = {"prefill compile": 1e3 * run(chunks[:1])}
+    profiled = args.profile and len(chunks) > 2
+    queued = chunks[1:-1] if profiled else chunks[1:]
+    if queued:
+        tokens = batch * sum(chunk.tokens.shape[1] for chunk in queued)
+        result["prefill rate"] = tokens / run(queued)
+    if profiled:
+        result["prefill kernels"] = kernel_times.record(lambda: run(chunks[-1:]), 1)
+    return state, result
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=6)
