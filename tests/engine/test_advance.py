@@ -4,6 +4,7 @@ import pytest
 
 from dflash_jax.engine import lanes, rows, schedule
 from dflash_jax.engine.request import FinishReason
+from dflash_jax.engine.width import WidthController
 from tests.engine import scenes
 from tests.engine.scenes import alone, prompts
 
@@ -132,6 +133,24 @@ def test_another_width_is_started_apart():
     assert calls[5:17] == [(0,), "advance", "advance", "commit"] * 3
     assert widths == [0, 5] * (len(widths) // 2) + [0] * (len(widths) % 2)
     assert_whole(request, 3)
+
+
+@pytest.mark.parametrize("stops", [(), [(1, 2)]], ids=["ahead", "behind"])
+def test_a_policy_that_learns_tries_every_width(stops):
+    """Also where a round's width is chosen before the one ahead of it has been learned."""
+    engine = scenes.engine(checkpoints=())
+    engine._schedule._widths = WidthController(3)
+    speculate, widths = engine._lanes.speculate, []
+
+    def chain(live, nodes):  # a tree would be a program of its own
+        widths.append(nodes)
+        speculate(live, 0)
+
+    engine._lanes.speculate = chain
+    request = submit(engine, 3, 90, stop_sequences=stops)
+    scenes.finish(engine)
+    assert widths[:3] == [0, 8, 12]
+    assert_whole(request, 3, 90)
 
 
 @pytest.mark.parametrize("stops, expected", [
