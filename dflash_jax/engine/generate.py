@@ -194,7 +194,8 @@ def _round(device: DeviceBatch, flight: _Flight, widths: Widths) -> _Flight | No
             )
         decisions[row] = preview(request, result.outputs[row], result.licensed[row])
     now, tokens = time.perf_counter(), sum(result.licensed[request.row] for request in live)
-    widths.learn(len(flight.requests), flight.nodes, tokens, now - flight.since)
+    if len(live) == len(flight.requests):
+        widths.learn(len(live), flight.nodes, tokens, now - flight.since)
     if not ahead:
         goes_on &= all(decision.reason is None for decision in decisions.values())
         if goes_on:

@@ -93,8 +93,9 @@ class Lanes:
 
     @property
     def lost(self) -> bool:
-        """A device call failed after it had taken the memory of the state or of a scratch."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves((self._state, self._scratch)))
+        """A device call failed after it had taken the memory of what it was to replace."""
+        replaced = (self._state, self._scratch, self._sampling, self._eos_ids)
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(replaced))
 
     @property
     def state(self) -> DecodeState:

@@ -315,11 +315,16 @@ class Scheduler:
     def _decide(
         self, flight: Flight, result: RoundResult
     ) -> tuple[list[Entry], Exception | None]:
-        """`decide` for the rows that are still there; the width policy learns from the round."""
+        """`decide` for the rows that are still there; the width policy learns from the round.
+
+        Not from one that rows have left: the caller may have let it lie for any time.
+        """
         entries, raised = decide(flight, self.rows, result)
         flight.ended = time.perf_counter()
-        tokens = sum(result.licensed[entry.row.lane] for entry in entries)
-        self._widths.learn(len(flight.rows), flight.nodes, tokens, flight.ended - flight.since)
+        if len(entries) == len(flight.rows):
+            tokens = sum(result.licensed[entry.row.lane] for entry in entries)
+            seconds = flight.ended - flight.since
+            self._widths.learn(len(entries), flight.nodes, tokens, seconds)
         return entries, raised
 
     def _start_round(self) -> None:

@@ -93,11 +93,13 @@ class WidthController:
     def learn(self, rows: int, nodes: int, tokens: int, seconds: float) -> None:
         """What a round gave: outputs licensed to its rows, and its wall time.
 
-        The first round of a width is left out: the time of the commit before it is another's.
+        The first round of a width is left out: the time of the commit before it is another's. A
+        round that was still running when the next one was planned leaves another width's plan.
         """
         same = self._last == (rows, nodes)
-        self._last, self._plan = (rows, nodes), None
-        self._burst, self._quiet = max(self._burst - 1, 0), self._quiet + 1
+        self._last, self._quiet = (rows, nodes), self._quiet + 1
+        if self._plan in (None, self._last):
+            self._plan, self._burst = None, max(self._burst - 1, 0)
         if same:
             self._of(rows, nodes).add(tokens, seconds)
 

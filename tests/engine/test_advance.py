@@ -4,6 +4,7 @@ import pytest
 
 from dflash_jax.engine import lanes, rows, schedule
 from dflash_jax.engine.request import FinishReason
+from dflash_jax.engine.width import WidthController, WidthTable
 from tests.engine import scenes
 from tests.engine.scenes import alone, prompts
 
@@ -132,6 +133,52 @@ def test_another_width_is_started_apart():
     assert calls[5:17] == [(0,), "advance", "advance", "commit"] * 3
     assert widths == [0, 5] * (len(widths) // 2) + [0] * (len(widths) % 2)
     assert_whole(request, 3)
+
+
+@pytest.mark.parametrize("stops", [(), [(1, 2)]], ids=["ahead", "behind"])
+def test_a_policy_that_learns_tries_every_width(stops):
+    """Also where a round's width is chosen before the one ahead of it has been learned."""
+    engine = scenes.engine(checkpoints=())
+    engine._schedule._widths = WidthController(3)
+    speculate, widths = engine._lanes.speculate, []
+
+    def chain(live, nodes):  # a tree would be a program of its own
+        widths.append(nodes)
+        speculate(live, 0)
+
+    engine._lanes.speculate = chain
+    request = submit(engine, 3, 90, stop_sequences=stops)
+    scenes.finish(engine)
+    assert widths[:3] == [0, 8, 12]
+    assert_whole(request, 3, 90)
+
+
+def test_a_policy_learns_nothing_from_a_round_whose_rows_have_left():
+    """An EOS id ends a row while the next round runs already: that one may lie for minutes."""
+
+    class Learning(WidthTable):
+        learned = ()
+
+        def learn(self, rows, nodes, tokens, seconds):
+            self.learned += ((rows, tokens),)
+
+    engine = scenes.engine(checkpoints=())
+    widths = engine._schedule._widths = Learning([0])
+    ids = alone(prompts()[3], 30).tokens
+    end = next(n for n in range(6, 30) if ids[n] not in ids[:n])
+    other = submit(engine, 4, 12)
+    for _ in range(2):
+        request = submit(engine, 3, eos_ids=[ids[end]])
+        scenes.finish(engine)
+        assert tuple(request.tokens) == ids[: end + 1]
+    assert engine._schedule._flight is not None  # nobody waits for it
+    submit(engine, 4, 6)
+    scenes.finish(engine)
+    assert tuple(other.tokens) == alone(prompts()[4], 12).tokens
+    assert {rows for rows, _ in widths.learned} == {1, 2}
+    assert all(tokens >= rows for rows, tokens in widths.learned)
+    by_one = sum(tokens for rows, tokens in widths.learned if rows == 1)
+    assert by_one >= end
 
 
 @pytest.mark.parametrize("stops, expected", [

@@ -178,6 +178,31 @@ def test_a_program_that_failed_on_the_device_ends_its_rows_and_the_next_are_serv
     scenes.check(engine)
 
 
+@pytest.mark.parametrize("call", ["_set_row", "advance", "begin", "prefill_chunk", "_first"])
+def test_a_call_that_is_interrupted_behind_the_device_ends_its_rows_and_the_next_are_served(
+    monkeypatch, call
+):
+    """It has taken the memory of what it was to replace, and nobody has what it made of it."""
+    engine = scenes.engine(checkpoints=())
+    going = run(engine, engine.submit(PROMPTS[0], max_new_tokens=30), 2)
+    engine.submit(PROMPTS[1], max_new_tokens=30)
+    late = [engine.submit(PROMPTS[3], max_new_tokens=12) for _ in range(3)]
+
+    original = getattr(lanes, call)
+
+    def interrupted(*args):
+        original(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lanes, call, interrupted)
+        while engine.step():
+            pass
+    assert going.finish_reason is FinishReason.FAULT
+    scenes.finish(engine)
+    assert tuple(late[-1].tokens) == alone(PROMPTS[3], 12)
+
+
 def test_an_image_that_cannot_be_entered_is_not_left_behind(monkeypatch):
     engine = scenes.engine(checkpoints=(), device_bytes=1, host_bytes=None)
     request = run(engine, engine.submit(PROMPTS[0], max_new_tokens=12), 1)

@@ -8,6 +8,7 @@ from dflash_jax.config import DraftKind, RunConfig, tiny_draft, tiny_target
 from dflash_jax.engine.device import RoundResult
 from dflash_jax.engine.generate import check_prompts, run_draft_tokens, run_requests
 from dflash_jax.engine.request import FinishReason, Request
+from dflash_jax.engine.width import WidthController
 from dflash_jax.steps import Models
 
 K = 3
@@ -163,6 +164,24 @@ def test_a_callback_that_answers_false_cancels_its_row():
     run_requests(MockDevice(hits=K), [row])
     assert row.finish_reason is FinishReason.CANCELLED
     assert row.tokens == [6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("stops", [(), [(1, 2)]], ids=["ahead", "behind"])
+def test_a_policy_that_learns_tries_every_width(stops):
+    """Also where a round's width is chosen before the one ahead of it has been learned."""
+
+    class AnyWidth(MockDevice):
+        def warm_up(self, widths):
+            self.widths = []
+
+        def speculate(self, live, tree_nodes):
+            super().speculate(live, 0)
+            self.widths.append(tree_nodes)
+
+    device, row = AnyWidth(hits=1), request(0, (5,), 99, stop_sequences=stops)
+    run_requests(device, [row], WidthController(K))
+    assert device.widths[:3] == [0, K + 5, K + 9]
+    assert row.tokens == list(range(6, 105))
 
 
 def models(**run):

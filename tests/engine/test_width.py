@@ -73,6 +73,22 @@ def test_a_choice_depends_on_past_rounds_only():
         controller.learn(1, width, 4 + index % 3, 1.0 + 0.1 * (width > 0))
 
 
+def test_the_next_round_may_be_planned_while_one_still_runs():
+    """Every width is measured as ever: learning the round before does not undo another's plan."""
+    controller, cost = WidthController(K), {0: 1.0, 12: 1.05, 16: 1.1}
+    gain, chosen = {0: 4.0, 12: 4.5, 16: 5.0}, []
+    width = controller.choose(1)
+    for _ in range(300):
+        chosen.append(width)
+        following = controller.choose(1)
+        controller.learn(1, width, gain[width], cost[width])
+        width = following
+    first = 3 * (PROBE + 2)  # a width is given up one round later
+    assert chosen[:first] == [0] * (PROBE + 2) + [12] * (PROBE + 2) + [16] * (PROBE + 2)
+    share = collections.Counter(chosen[first:])
+    assert share[16] > 0.8 * sum(share.values()) and len(share) == 3
+
+
 def test_the_round_that_carries_another_width_s_commit_is_not_learned():
     controller = WidthController(K)
     controller.learn(1, 0, 4, 100.0)
