@@ -43,7 +43,7 @@ def advance(
         shape, as of another round that has been committed, or `empty_scratch`.
       most: [B] int32. N = min(L, most) is committed of each row: W or more adopts all that is
         licensed, 0 changes nothing.
-      replaced: the summary of the last round, which has been read; None: new memory.
+      replaced: the summary of the last round, read or copied; None: new memory.
       eos_ids: [B, E] int32, ids that end a row, filled up with -1: the device sees by itself where
         a row ends, and the next round may start before the host has read this one. N = min(L, most)
         then stops behind the first of them, it is 0 for a row with a fault, and a row that ends so,
