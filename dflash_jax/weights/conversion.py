@@ -129,6 +129,7 @@ def plan_target(
     """
     config, quantised = read_target_config(folder), dtype == FP8
     source = target_source(folder, config, quantised_to_fp8=quantised)
+    source.check()
     more = {"quantised": len(source.files.derived)}
     return _plan("target", source, out, "bfloat16" if quantised else dtype, shards, more)
 
@@ -139,6 +140,7 @@ def plan_draft(
     """Plans a draft's conversion for a target; see `plan_target`."""
     config = read_draft_config(folder, target)
     source = draft_source(folder, config, target.public_vocab)
+    source.check()  # first of all: no header of a faulty file is kept
     causality = draft_causality(read_json(Path(folder) / "config.json"))
     # To write the files back bit for bit: the headers as stored, and the index.
     index = Path(folder) / INDEX
@@ -189,7 +191,6 @@ def _plan(
         raise ConfigError(f"dtype: expected one of {[*MATRIX_DTYPES, FP8]}, got {dtype!r}")
     if not is_int(shards) or not 1 <= shards <= MAX_SHARDS:
         raise ConfigError(f"shards: expected 1..{MAX_SHARDS}, got {shards!r}")
-    source.check()
     groups: dict[str, list[ChosenLeaf]] = {}
     for entry in source.chosen:
         groups.setdefault(item_of(entry.leaf.path), []).append(entry)

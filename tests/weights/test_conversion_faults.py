@@ -146,6 +146,15 @@ def test_faulty_sources_and_dtypes_leave_nothing_behind(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
 
 
+def test_a_draft_whose_header_is_no_text_is_refused_by_name(tmp_path):
+    folder = handmade_draft(tmp_path / "draft")
+    with open(folder / "model.safetensors", "r+b") as stream:
+        stream.seek(10)
+        stream.write(b"\xc3")
+    with pytest.raises(WeightsError, match="model.safetensors: not a safetensors file"):
+        plan_draft(folder, tmp_path / "out", "bfloat16", TARGET)
+
+
 def test_a_full_disk_is_refused_before_an_item_is_written(tmp_path, monkeypatch):
     plan = plan_target(KIT / "targets" / "tiny", tmp_path / "out", "float32")
     full = shutil._ntuple_diskusage(10**9, 10**9, plan.num_bytes)
