@@ -77,6 +77,30 @@ def test_a_folder_of_the_other_kind_or_format_is_refused(kit_draft, tmp_path):
         load_draft(folder, target, DtypePolicy())
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["items"]["head"]["final_norm/weight"].pop("shape"),
+        lambda m: m["items"].update(layers_0=[]),
+        lambda m: m.update(dtype="gloat32"),
+        lambda m: m.update(causality=[]),
+        lambda m: m.update(geometry=None),
+    ],
+)
+def test_entries_of_a_manifest_of_another_type_are_refused(kit_draft, tmp_path, change):
+    folder, target = damaged(kit_draft, tmp_path / "d")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for use in (
+        lambda: load_draft(folder, target, DtypePolicy()),
+        lambda: draft_to_hf(folder, tmp_path / "back", target),
+    ):
+        with pytest.raises(WeightsError, match="manifest.json: .*: expected"):
+            use()
+    assert inspect_folder(folder, KIT / "targets" / "tiny").faults
+
+
 @pytest.mark.parametrize("key", ["items", "small_files", "headers"])
 def test_names_of_a_manifest_that_lead_out_of_the_folder_are_refused(kit_draft, tmp_path, key):
     folder, target = damaged(kit_draft, tmp_path / "d")
