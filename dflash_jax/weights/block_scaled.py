@@ -23,6 +23,8 @@ from dflash_jax.weights.transforms import VIEWS, Sizes
 SUFFIX = "_scale_inv"
 FP8_DTYPE = "F8_E4M3"
 DEFAULT_BLOCK = (128, 128)
+_NAN = np.uint8(0x7F)  # of either sign
+_PIECE = 1 << 24  # elements looked at together
 _BY_HEAD = ("query", "gate")
 # The last parts of the delta net's in_proj, a and b: beside float8 ones they are a leaf alone.
 _GATES = 2
@@ -99,6 +101,13 @@ def scale_rows(values: np.ndarray, part: PlannedPart, sizes: Sizes) -> np.ndarra
     blocks = part.blocks
     rows = np.repeat(values, blocks.repeat, axis=-2)[..., : blocks.rows, :]
     return VIEWS[part.view](rows, {**sizes, "D": blocks.head})
+
+
+def count_nan(values: np.ndarray) -> int:
+    """Values of a float8_e4m3fn array that are not numbers; it has no infinities."""
+    flat = values.reshape(-1).view(np.uint8)
+    pieces = (flat[start : start + _PIECE] for start in range(0, flat.size, _PIECE))
+    return sum(int(((piece & _NAN) == _NAN).sum()) for piece in pieces)
 
 
 def _path(layer: int, matrix: str) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ import numpy as np
 from dflash_jax.config import ConfigError, TargetConfig
 from dflash_jax.config.folder import read_json, write_text
 from dflash_jax.config.rules import is_int
+from dflash_jax.weights import block_scaled
 from dflash_jax.weights.converted import (
     FORMAT,
     ITEMS,
@@ -128,6 +129,7 @@ def plan_target(
     """
     config, quantised = read_target_config(folder), dtype == FP8
     source = target_source(folder, config, quantised_to_fp8=quantised)
+    source.check()
     more = {"quantised": len(source.files.derived)}
     return _plan("target", source, out, "bfloat16" if quantised else dtype, shards, more)
 
@@ -138,6 +140,7 @@ def plan_draft(
     """Plans a draft's conversion for a target; see `plan_target`."""
     config = read_draft_config(folder, target)
     source = draft_source(folder, config, target.public_vocab)
+    source.check()  # first of all: no header of a faulty file is kept
     causality = draft_causality(read_json(Path(folder) / "config.json"))
     # To write the files back bit for bit: the headers as stored, and the index.
     index = Path(folder) / INDEX
@@ -157,7 +160,8 @@ def convert(plan: ConversionPlan, on_bytes: Callable[[int, int], None] | None = 
     Returns:
       False if the destination already holds exactly this.
     Raises: ValueError for a destination or a partial folder of something else; OSError naming the
-      folder when the disk is too full; WeightsError when files change under the reader.
+      folder when the disk is too full; WeightsError when files change under the reader, and for the
+      float8 tensors of an item that hold NaN or the dense one that cannot be quantised.
     """
     if plan.out.exists():
         if _is_done(plan):
@@ -187,7 +191,6 @@ def _plan(
         raise ConfigError(f"dtype: expected one of {[*MATRIX_DTYPES, FP8]}, got {dtype!r}")
     if not is_int(shards) or not 1 <= shards <= MAX_SHARDS:
         raise ConfigError(f"shards: expected 1..{MAX_SHARDS}, got {shards!r}")
-    source.check()
     groups: dict[str, list[ChosenLeaf]] = {}
     for entry in source.chosen:
         groups.setdefault(item_of(entry.leaf.path), []).append(entry)
@@ -330,10 +333,16 @@ def _read_item(plan: ConversionPlan, item: ItemPlan) -> dict[str, np.ndarray]:
     source = plan.source
     if item.name == OWN_HEAD_ITEM:
         return {name: source.files.read(source.stored[name]) for name in source.head.names}
-    return {
-        "/".join(entry.leaf.path): source.read(entry, _dtype_of(entry, plan.dtype))
-        for entry in item.leaves
-    }
+    leaves, faults = {}, []
+    for entry in item.leaves:
+        values = source.read(entry, _dtype_of(entry, plan.dtype))
+        leaves["/".join(entry.leaf.path)] = values
+        # A device may take NaN of float8 for a number.
+        if entry.leaf.storage is Storage.FP8 and block_scaled.count_nan(values):
+            faults += source.nan_faults(entry)
+    if faults:
+        raise WeightsError(source.files.folder, faults)
+    return leaves
 
 
 def _finish(plan: ConversionPlan, partial: Path) -> None:

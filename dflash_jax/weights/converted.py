@@ -120,6 +120,8 @@ class ConvertedFolder:
             named = self.manifest.get(key) or {}
             if not isinstance(named, dict) or not all(map(is_plain, named)):
                 faults.append(f"{MANIFEST}: {key}: expected names of files in the folder")
+        if not faults:
+            faults += _entry_faults(self.manifest)
         if faults:
             raise WeightsError(self.folder, faults)
 
@@ -238,6 +240,19 @@ class ConvertedFolder:
             if item != item_of(leaf.path):
                 yield f"{path}: expected in item {item_of(leaf.path)}, got {item}"
         yield from (f"{path}: unmapped, no parameter takes it" for path in stored)
+
+
+def _entry_faults(manifest: dict) -> Iterator[str]:
+    """What is not as the loader reads it below the manifest's first level."""
+    if (dtype := manifest["dtype"]) not in (known := [*map(str, DTYPES.values())]):
+        yield f"{MANIFEST}: dtype: expected one of {known}, got {dtype!r}"
+    for key in ("causality", "geometry"):
+        if not isinstance(manifest.get(key, {}), dict):
+            yield f"{MANIFEST}: {key}: expected an object, got {manifest[key]!r}"
+    for item, leaves in manifest["items"].items():
+        entries = leaves.values() if isinstance(leaves, dict) else [None]
+        if not all(isinstance(e, dict) and {"shape", "dtype"} <= e.keys() for e in entries):
+            yield f"{MANIFEST}: items: {item}: expected shape and dtype of each leaf"
 
 
 class StoredTensors:

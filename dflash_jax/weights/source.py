@@ -92,6 +92,14 @@ class Source:
                     faults.append(f"{name}: expected positive scales, got {bad} that are not")
         return faults
 
+    def nan_faults(self, entry: ChosenLeaf) -> list[str]:
+        """The tensors of a float8 leaf that hold NaN; reads them."""
+        faults = []
+        for name in dict.fromkeys(self.stored[part.name] for part in entry.layout):
+            if bad := sum(map(block_scaled.count_nan, self.files.pieces(name, PIECE))):
+                faults.append(f"{name}: expected finite values, got {bad} that are not")
+        return faults
+
     def read(self, entry: ChosenLeaf, dtype: np.dtype) -> np.ndarray:
         """The values of a leaf in host memory; beside them one piece or one tensor is held."""
         return fuse_rows(self._pieces(entry.layout), entry.leaf.shape, dtype)

@@ -328,6 +328,26 @@ def test_converted_float8_files_load_with_the_same_bytes(tmp_path):
     assert f"  fp8: {config.fp8.count} matrices in blocks of 24 x 40" in report.lines
 
 
+def test_float8_weights_that_are_nan_are_listed_and_leave_nothing_whole(tmp_path):
+    tensors = in_fp8(target_tensors(True), 16, 32)
+    stem = PREFIX + "layers.1."
+    bad = {f"{stem}mlp.experts.down_proj": [(0, 0, 0), (2, 5, 1)],
+           f"{stem}linear_attn.in_proj_z.weight": [(-1, -1)]}
+    assert {tensors[name].dtype for name in bad} == {np.dtype(FP8)}
+    for name, places in bad.items():
+        for place, byte in zip(places, (0x7F, 0xFF), strict=False):
+            tensors[name].view(np.uint8)[place] = byte
+    write(tmp_path / "hf", config_json(True, (16, 32)), tensors)
+    with pytest.raises(WeightsError) as error:
+        convert(plan_target(tmp_path / "hf", tmp_path / "out", "bfloat16"))
+    assert sorted(error.value.faults) == [
+        f"{name}: expected finite values, got {len(bad[name])} that are not" for name in sorted(bad)
+    ]
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError):
+        load_target(tmp_path / ".out.partial", DtypePolicy())
+
+
 def test_a_dense_folder_from_before_there_was_float8_still_loads(tmp_path):
     write(tmp_path / "hf", target_json(tiny_target()), target_tensors())
     convert(plan_target(tmp_path / "hf", tmp_path / "out", "bfloat16"))

@@ -77,6 +77,30 @@ def test_a_folder_of_the_other_kind_or_format_is_refused(kit_draft, tmp_path):
         load_draft(folder, target, DtypePolicy())
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m["items"]["head"]["final_norm/weight"].pop("shape"),
+        lambda m: m["items"].update(layers_0=[]),
+        lambda m: m.update(dtype="gloat32"),
+        lambda m: m.update(causality=[]),
+        lambda m: m.update(geometry=None),
+    ],
+)
+def test_entries_of_a_manifest_of_another_type_are_refused(kit_draft, tmp_path, change):
+    folder, target = damaged(kit_draft, tmp_path / "d")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    for use in (
+        lambda: load_draft(folder, target, DtypePolicy()),
+        lambda: draft_to_hf(folder, tmp_path / "back", target),
+    ):
+        with pytest.raises(WeightsError, match="manifest.json: .*: expected"):
+            use()
+    assert inspect_folder(folder, KIT / "targets" / "tiny").faults
+
+
 @pytest.mark.parametrize("key", ["items", "small_files", "headers"])
 def test_names_of_a_manifest_that_lead_out_of_the_folder_are_refused(kit_draft, tmp_path, key):
     folder, target = damaged(kit_draft, tmp_path / "d")
@@ -144,6 +168,15 @@ def test_faulty_sources_and_dtypes_leave_nothing_behind(tmp_path):
     with pytest.raises(ConfigError, match="dtype: expected one of"):
         plan_target(KIT / "targets" / "tiny", tmp_path / "out", "float8")
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+
+
+def test_a_draft_whose_header_is_no_text_is_refused_by_name(tmp_path):
+    folder = handmade_draft(tmp_path / "draft")
+    with open(folder / "model.safetensors", "r+b") as stream:
+        stream.seek(10)
+        stream.write(b"\xc3")
+    with pytest.raises(WeightsError, match="model.safetensors: not a safetensors file"):
+        plan_draft(folder, tmp_path / "out", "bfloat16", TARGET)
 
 
 def test_a_full_disk_is_refused_before_an_item_is_written(tmp_path, monkeypatch):
