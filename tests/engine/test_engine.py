@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax.engine import schedule
+from dflash_jax.engine import rows, schedule
 from dflash_jax.engine.pages import CapacityError
 from dflash_jax.engine.request import FinishReason
 from tests.engine import scenes
@@ -226,13 +226,14 @@ def failing_once(function, at):
 
 @pytest.mark.parametrize("at", range(1, 8))
 @pytest.mark.parametrize(
-    "place", ["preview", "account", "publish", "commit", "advance", "result", "draw"]
+    "place",
+    ["preview", "account", "publish", "commit", "advance", "result", "last_result", "draw"],
 )
 def test_an_exception_at_any_place_of_a_step_costs_nobody_a_token(monkeypatch, place, at):
     """After accept, in the host part of commit, in accounting, in publication."""
     engine = scenes.engine()
     requests = submit_all(engine, (0, 1, 3, 5, 6))
-    if place in ("commit", "advance", "result"):
+    if place in ("commit", "advance", "result", "last_result"):
         monkeypatch.setattr(
             engine._lanes, place, failing_once(getattr(engine._lanes, place), at)
         )
@@ -249,7 +250,10 @@ def test_an_exception_at_any_place_of_a_step_costs_nobody_a_token(monkeypatch, p
         failed = set()
         monkeypatch.setattr(engine._lanes, "first_token", first_token)
     else:
-        monkeypatch.setattr(schedule, place, failing_once(getattr(schedule, place), at))
+        planted = failing_once(getattr(schedule, place), at)
+        monkeypatch.setattr(schedule, place, planted)
+        if place == "preview":  # of rounds; the schedule's own is that of first tokens
+            monkeypatch.setattr(rows, place, planted)
     faults = 0
     while not engine.idle:
         try:
