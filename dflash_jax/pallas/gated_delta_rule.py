@@ -180,8 +180,14 @@ def verify(query, key, value, decay, recurrent, slot, parent, live, *, interpret
                 state = _step(frame, state, entry)
                 alive = number * group + offset < count
                 results.append([jnp.where(alive, x, 0.0) for x in _read(frame, state, vector)])
-            for index, result in zip(indices(number), results, strict=True):
-                put(index, result)
+            for offset, (index, result) in enumerate(zip(indices(number), results, strict=True)):
+                # A group may reach past the last column, whose place is then that column's again.
+                if columns % group == 0:
+                    put(index, result)
+                else:
+                    pl.when(number * group + offset < columns)(
+                        functools.partial(put, index, result)
+                    )
             return state
 
         def column(index, state):

@@ -235,3 +235,16 @@ def test_tiles_change_no_output_and_no_state(form, tiles):
         *columns.records(), inputs, state, conv, path, slot, slot, count, tiles=tiles, **run
     )
     same(moved, fold_records(columns, state, count, form=form), *rows)
+
+
+@pytest.mark.parametrize("form", ["interpret", pytest.param("pallas", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("width", [3, 5])
+def test_a_group_of_columns_that_reaches_past_the_last_one_leaves_it_alone(width, form):
+    """One row of an odd width: a device takes its columns by twos."""
+    columns, state, live = make_columns(1, width), make_state(1), ints([width])
+    verified = kernels.verify(
+        *columns.all(), state, ints([0]), None, live, interpret=form == "interpret",
+        tiles=kernels.Tiles(columns=2),
+    )
+    expected = verify(columns, state, CHAIN[:1, :width], live, chain=True, form="xla")
+    assert_close(verified, expected, FP32)

@@ -349,7 +349,7 @@ CASES = (
     fold(1, 8, 16, 48, 128), fold(8, 16, 16, 32, 128), fold(2, 5, 1, 3, 16),
     delta_prefill(1, 1024, 16, 48, 128, 128), delta_prefill(8, 1024, 16, 32, 128, 128),
     delta_prefill(3, 130, 1, 3, 16, 32), delta_prefill(2, 65, 2, 4, 128, 16, F32),
-    delta_block(1, 8, 16, 48, 128, own_gates=True),
+    delta_block(1, 8, 16, 48, 128, own_gates=True), delta_block(1, 5, 16, 48, 128, own_gates=True),
     delta_block(8, 16, 16, 32, 128, own_gates=False),
     delta_block(1, 1024, 16, 48, 128, own_gates=True),
     delta_block(3, 5, 1, 3, 16, own_gates=True, dtype=F32),
