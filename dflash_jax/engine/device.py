@@ -213,11 +213,11 @@ def round_arrays(run: RunConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
     )
 
 
-def ends_on_device(request: Request) -> bool:
-    """Whether the device sees by itself where a request ends: it has no stop sequences or strings,
-    and not too many EOS ids."""
+def may_run_ahead(request: Request, width: int) -> bool:
+    """Whether the device decides of a round of `width` outputs what the host would: the request has
+    no stop sequences or strings and not too many EOS ids, and its budget outlasts the round."""
     stops = request.stop_sequences or request.stop_strings
-    return not stops and len(request.eos_ids) <= MOST_EOS_IDS
+    return not stops and len(request.eos_ids) <= MOST_EOS_IDS and request.remaining > width
 
 
 def eos_row(eos_ids: Collection[int]) -> np.ndarray:

@@ -23,7 +23,7 @@ from dflash_jax.engine.checks import (
     listed,
     plain_ids,
 )
-from dflash_jax.engine.device import DeviceBatch, ends_on_device
+from dflash_jax.engine.device import DeviceBatch, may_run_ahead
 from dflash_jax.engine.preview import preview
 from dflash_jax.engine.publish import account, publish
 from dflash_jax.engine.request import FinishReason, OnTokens, Output, Request
@@ -177,9 +177,7 @@ def _round(device: DeviceBatch, flight: _Flight, widths: Widths) -> _Flight | No
     """Decides a round and tells what it gave; the next one, if this one went over into it."""
     live = [request for request in flight.requests if request.finish_reason is None]
     goes_on = len(live) == len(flight.requests) and widths.choose(len(live)) == flight.nodes
-    ahead = goes_on and all(
-        ends_on_device(request) and request.remaining > device.block_width for request in live
-    )
+    ahead = goes_on and all(may_run_ahead(request, device.block_width) for request in live)
     if ahead:
         device.advance()  # N = L of every row, or up to its first EOS id
     result = device.last_result() if ahead else device.result()

@@ -231,8 +231,8 @@ class Lanes:
         """Adopts what is licensed of the round in flight, up to where a row ends by an EOS id, and
         starts the next one of the same lanes and width, in one call.
 
-        The round in flight may not have been read: its result is `last_result` from now on. Then
-        rows that end otherwise than `ends_on_device` says may not be among its lanes.
+        Its result is `last_result` from now on. It need not have been read before if all of its
+        requests `may_run_ahead`.
         """
         models, rows, _ = self._flight
         self._advance(models, rows, self._all)

@@ -15,7 +15,7 @@ import dataclasses
 import time
 from collections.abc import Collection, Sequence
 
-from dflash_jax.engine.device import RoundResult, ends_on_device
+from dflash_jax.engine.device import RoundResult, may_run_ahead
 from dflash_jax.engine.images import ImageStore, StateImage
 from dflash_jax.engine.lanes import Lanes
 from dflash_jax.engine.pages import CapacityError
@@ -346,7 +346,7 @@ class Scheduler:
         host would decide, and this round uses up no row's budget."""
         width = self._models.run.block_width
         return self._goes_on(flight) and all(
-            ends_on_device(row.request) and row.request.remaining > width and not row.failed
+            may_run_ahead(row.request, width) and not row.failed
             for row in flight.rows.values()
         )
 
