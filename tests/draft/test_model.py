@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ def call(models, variables, method, *args):
     return models.draft_module.apply({"params": variables}, *args, method=method)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def context_of(models, variables, features):
     """Context of `FRONTIER` positions from features [1, FRONTIER, n_tap * H]."""
     table = jnp.arange(models.run.max_pages, dtype=jnp.int32)[None]
@@ -44,10 +46,14 @@ def context_of(models, variables, features):
 
 def hidden(kind, features, x, live=WIDTH, **overrides):
     """Final mask hidden [1, K, H] and residuals of a block x [1, W, H]."""
-    models, variables = pair(kind, **overrides)
+    return block(*pair(kind, **overrides), features, x, jnp.array([live]))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def block(models, variables, features, x, live):
     columns = DraftColumns(
         positions=FRONTIER + jnp.arange(WIDTH, dtype=jnp.int32)[None],
-        frontier=jnp.array([FRONTIER]), live=jnp.array([live]), slot=jnp.array([0]),
+        frontier=jnp.array([FRONTIER]), live=live, slot=jnp.array([0]),
         table=jnp.arange(models.run.max_pages, dtype=jnp.int32)[None],
     )
     context = context_of(models, variables, features)

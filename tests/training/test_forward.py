@@ -35,17 +35,28 @@ def blocks(name, params, ids, features, anchors, proposals):
     )
 
 
+# Called eagerly, each operation in them would be a program of its own to compile.
+whole_pass = jax.jit(target_forward, static_argnames=("config", "dtypes", "capture"))
+anchored = jax.jit(anchored_attention, static_argnames=("window", "causal", "scale"))
+softmax = jax.jit(softmax_attention, static_argnames=("block_mask", "scale"))
+sliding = jax.jit(sliding_window_attention, static_argnames=("window", "causal", "scale"))
+
+
 def inference_hidden(session, proposals):
     """Mask hidden of lane 0, as `propose` computes it from the state's context for that P."""
-    state, models, params = session.state, session.models, session.params
+    slot, live = session.rows([0]).write_slot, jnp.full((1,), proposals + 1, jnp.int32)
+    return mask_hidden(session.models, session.params, session.state, slot, live)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def mask_hidden(models, params, state, slot, live):
     frontier = state.sequence.frontier[:1]
     width = models.run.block_width
     masks = jnp.full((1, scenes.K), models.draft.mask_token_id, jnp.int32)
     block = jnp.concatenate([state.sequence.anchor[:1, None], masks], axis=1)
-    live = jnp.full((1,), proposals + 1, jnp.int32)
     columns = DraftColumns(
         positions=block_positions(frontier, width, live), frontier=frontier, live=live,
-        slot=session.rows([0]).write_slot, table=state.draft_table.ids[:1],
+        slot=slot, table=state.draft_table.ids[:1],
     )
     embedded = draft_call(models, params, "embed", block, params.target["embedding"])
     return draft_call(models, params, "block_hidden", embedded, columns, state.context).hidden
@@ -86,7 +97,7 @@ def test_a_target_forward_equals_prefill_and_its_features():
     prompt = scenes.tokens()[:1, :30]
     session = Session(models, params)
     session.admit({0: prompt[0].tolist()}, budget=9, chunk=7)
-    output = target_forward(
+    output = whole_pass(
         scenes.TARGET, scenes.DTYPES, params.target, jnp.asarray(prompt), capture=(1, 3, 0)
     )
     logits = target_logits(scenes.TARGET, params.target, output.hidden[0, -1])
@@ -113,14 +124,14 @@ def test_anchored_attention_equals_ring_and_pages(window, causal):
     key, value = draw(sequences, length, kv, dim), draw(sequences, length, kv, dim)
     frontier = jnp.array([0, 3, 20, 1, 9, 24], jnp.int32)
     live = jnp.array([4, 4, 2, 4, 0, 4], jnp.int32)
-    found = anchored_attention(
+    found = anchored(
         query, own_key, own_value, key, value, frontier, live,
         window=window, causal=causal, scale=0.3,
     )
     own = jnp.repeat(jnp.arange(sequences), blocks_each)
     if window is None:
         pages = [jnp.moveaxis(x, 2, 0) for x in (key, value)]
-        expected = softmax_attention(
+        expected = softmax(
             query, own_key, own_value, *pages, own[:, None], frontier, live,
             block_mask="causal" if causal else "full", scale=0.3,
         )
@@ -128,7 +139,7 @@ def test_anchored_attention_equals_ring_and_pages(window, causal):
         ring = KVRing.zeros(rows, kv, window, dim, jnp.float32, jnp.float32).write(
             key[own], value[own], jnp.arange(rows), jnp.zeros_like(frontier), frontier
         )
-        expected = sliding_window_attention(
+        expected = sliding(
             query, own_key, own_value, ring.key, ring.value, jnp.arange(rows), frontier, live,
             window=window, causal=causal, scale=0.3,
         )
