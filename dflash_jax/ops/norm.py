@@ -47,6 +47,7 @@ def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
     Args:
       x:      [..., N] float, the residual.
       branch: same shape, float; a product's fp32 sums spare a launch that would only round them.
+              Or [parts, ..., N] fp32, to be added first, in this order.
       weight: [N] float.
       eps:    Python float.
       offset: True for `offset_rmsnorm`, False for `plain_rmsnorm`. Static.
@@ -59,8 +60,8 @@ def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
     Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 0.3, 5.4 and 6.3.2.
     """
-    if branch.shape != x.shape:
-        raise ValueError(f"branch: expected {x.shape}, got {branch.shape}")
+    if x.shape not in (branch.shape, branch.shape[1:]):
+        raise ValueError(f"branch: expected {x.shape} or parts of it, got {branch.shape}")
     _factor(x, weight)
     width = x.shape[-1]
     lacking = None if kernel.supports(width) else f"1..{kernel.MAX_WIDTH} entries, got {width}"
@@ -75,9 +76,19 @@ def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
 
 
 def add_branch(x, branch):
-    """The residual x joined by a branch of the same shape: x's dtype, rounded as `add_rmsnorm`."""
+    """The residual x joined by a branch, which may be in parts: x's dtype, as `add_rmsnorm`."""
+    if branch.ndim > x.ndim:
+        branch = added(branch)
     rounded = round_to(branch.astype(jnp.float32), x.dtype)
     return round_to(x.astype(jnp.float32) + rounded.astype(jnp.float32), x.dtype)
+
+
+def added(parts):
+    """The sum of [parts, ...], first to last."""
+    total = parts[0]
+    for part in range(1, parts.shape[0]):
+        total = total + parts[part]
+    return total
 
 
 def gated_rmsnorm(x, gate, weight, eps):
