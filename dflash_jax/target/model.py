@@ -110,7 +110,8 @@ class TargetBlock(nn.Module):
     def __call__(self, x, branch, columns: TargetColumns, memory, *, records: bool):
         """Runs on the residual x + branch and this layer's `KVPages` or `GdnState`.
 
-        Returns: x and branch of the next block, and this layer's rows, records or new image.
+        Returns: x and branch of the next block, which may be in parts (`add_rmsnorm`), and this
+          layer's rows, records or new image.
         """
         x, normed = self.input_norm.after(x, branch, self.implementation)
         if self.kind == LayerKind.FULL:
@@ -123,7 +124,7 @@ class TargetBlock(nn.Module):
         if self.config.moe is None:
             products = self.implementation if records else "xla"  # a long chunk's have no kernel
             return x, self.mlp(normed, jnp.float32, products), kept
-        return x, self.moe(normed, prefill=not records), kept
+        return x, self.moe(normed), kept
 
 
 class Target(nn.Module):
