@@ -27,7 +27,7 @@ from dflash_jax.pallas.common import (
     step_within,
     store,
 )
-from dflash_jax.pallas.vocab import LOWEST, first_largest, key
+from dflash_jax.pallas.vocab import LOWEST, first_largest, key, score
 
 MAX_EXPERTS, MAX_CHOSEN, MAX_TOKENS = 1024, 16, 128
 
@@ -131,23 +131,22 @@ def _kernel(experts: int, chosen: int):
             for part in range(logits.shape[0])
         )
         left = jnp.where(inside, key(values), LOWEST)
-        found = jnp.zeros((MAX_CHOSEN,), jnp.int32)
-        best = jnp.full((MAX_CHOSEN,), -jnp.inf, jnp.float32)
+        found, best = (jnp.zeros((MAX_CHOSEN,), jnp.int32) for _ in range(2))
         for rank in range(chosen):
-            _, place = first_largest(left, index)
-            value = jnp.sum(jnp.where(index == place, values, 0.0))
+            largest, place = first_largest(left, index)
             found, best = (
-                jnp.where(slot == rank, new, old) for new, old in ((place, found), (value, best))
+                jnp.where(slot == rank, new, old) for new, old in ((place, found), (largest, best))
             )
             left = jnp.where(index == place, LOWEST, left)
-        share = jnp.exp(best - jnp.max(best))
         known = slot < chosen
+        best = jnp.where(known, score(best), -jnp.inf)
+        share = jnp.exp(best - jnp.max(best))
         at = broadcast(row, jnp.where(known, slot, chosen))
         store(ids.at[at], found, mask=known)
         store(weights.at[at], share / jnp.sum(share), mask=known)
         for out in gate:
-            score = _sum(logits[part, row, experts] for part in range(logits.shape[0]))
-            out[row] = jax.nn.sigmoid(score)
+            own = _sum(logits[part, row, experts] for part in range(logits.shape[0]))
+            out[row] = jax.nn.sigmoid(own)
 
     return kernel
 
