@@ -1,4 +1,4 @@
-"""A branch joins the residual and the sum is normed, in one launch.
+"""A branch, or a product's summands, join the residual and the sum is normed, in one launch.
 
 Implements: ops/norm.py, `add_rmsnorm`.
 Matches when: rows of at most 16384 entries.
@@ -26,17 +26,20 @@ def supports(width: int) -> bool:
 @shared("eps", "offset", "interpret")
 def add_rmsnorm(x, branch, weight, *, eps: float, offset: bool, interpret: bool):
     """Args: as in the op. Returns: x + branch and its norm, in the shape and dtype of x."""
-    width = x.shape[-1]
+    width, parts = x.shape[-1], branch.size // x.size
     entries = pl.next_power_of_2(width)
     out = jax.ShapeDtypeStruct((x.size,), x.dtype)
 
     def kernel(x, branch, weight, total, normed):
         entry = jnp.arange(entries, dtype=jnp.int32)
         mask, place = entry < width, pl.program_id(0) * width + entry
-        first, second, factor = (
+        summands = [(branch, part * x.shape[0] + place) for part in range(parts)]
+        first, factor, second, *others = (
             load(ref.at[at], mask=mask, other=0.0).astype(jnp.float32)
-            for ref, at in ((x, place), (branch, place), (weight, entry))
+            for ref, at in ((x, place), (weight, entry), *summands)
         )
+        for other in others:
+            second += other
         # The norm reads the sum as the residual keeps it.
         rounded = (first + second.astype(x.dtype).astype(jnp.float32)).astype(total.dtype)
         store(total.at[place], rounded, mask=mask)

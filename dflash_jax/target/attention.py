@@ -46,9 +46,9 @@ class GatedAttention(nn.Module):
           pages: `KVPages` of this layer; read only.
           prefill: whether x is a chunk of a prompt, whose products have no kernel.
         Returns:
-          y [B, W, H] fp32, not yet rounded, and the columns' rows (key, value), each
-          [B, W, Hkv, D], as the cache will store them: the block is attended in that form, so a
-          write first would change nothing.
+          y [parts, B, W, H] fp32, to be added up and rounded, and the columns' rows (key, value),
+          each [B, W, Hkv, D], as the cache will store them: the block is attended in that form, so
+          a write first would change nothing.
         """
         config, dtype = self.config, self.dtypes.activation_dtype
         products = "xla" if prefill else self.implementation
@@ -67,4 +67,4 @@ class GatedAttention(nn.Module):
             scale=config.head_dim**-0.5, gate=heads.gate, implementation=self.implementation,
         )
         mixed = mixed.reshape(*x.shape[:2], -1)
-        return self.output(mixed, jnp.float32, products), (heads.key, heads.value)
+        return self.output.parts(mixed, products), (heads.key, heads.value)

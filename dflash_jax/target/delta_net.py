@@ -41,7 +41,7 @@ class GatedDeltaNet(nn.Module):
         self.output = Linear(hidden, gdn.value_width, param, block)
 
     def verify(self, x, columns, state: GdnState):
-        """[B, W, H] normed -> y [B, W, H] and `GdnRecords`; the state is read only."""
+        """[B, W, H] normed -> y [parts, B, W, H] fp32 and `GdnRecords`; the state is read only."""
         projected, gates = self._project(x, self.implementation)
         output, inputs = gated_delta_block(
             projected, gates, state.conv, self.conv, self.A_log, self.dt_bias, self.norm.weight,
@@ -52,7 +52,7 @@ class GatedDeltaNet(nn.Module):
         records = GdnRecords(
             key=inputs.key, value=inputs.value, decay=inputs.decay, conv_input=inputs.conv_input
         )
-        return self.output(output, jnp.float32, self.implementation), records
+        return self.output.parts(output, self.implementation), records
 
     def prefill(self, x, columns, state: GdnState):
         """[B, T, H] normed -> y [B, T, H] and the rows' image after the live columns."""
