@@ -15,8 +15,9 @@ from dflash_jax.ops.block_scaled_linear import (
     block_scaled_linear,
     block_scaled_parts,
 )
+from dflash_jax.ops.linear import linear
 from dflash_jax.ops.norm import add_rmsnorm, offset_rmsnorm, plain_rmsnorm
-from dflash_jax.ops.skinny_linear import skinny_linear, skinny_parts
+from dflash_jax.ops.skinny_linear import skinny_parts
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 # Random float8 values are this much larger than those of a dense matrix, and their scales this much
@@ -60,16 +61,14 @@ class Linear(nn.Module):
     def __call__(self, x, out_dtype, implementation="auto"):
         """[..., inputs] -> [..., outputs] out_dtype; fp32 accumulation.
 
-        `implementation` is that of `skinny_linear`, or of `block_scaled_linear`.
+        `implementation` is that of `block_scaled_linear`; a dense product has one form.
         """
         return _product(self, x, out_dtype, implementation)
 
     def parts(self, x, implementation="auto"):
-        """[..., inputs] -> [parts, ..., outputs] fp32, whose sum is the product: a branch for
-        `RMSNorm.after`, which adds them."""
-        if self.block is None:
-            return skinny_parts(x, self.kernel, implementation=implementation)
-        return block_scaled_parts(x, self.kernel, self.scale, implementation=implementation)
+        """[..., inputs] -> [parts, ..., outputs] fp32, whose sum is the product: for a kernel that
+        adds them, as that of `RMSNorm.after` does."""
+        return _parts(self, x, implementation)
 
 
 class FusedLinear(nn.Module):
@@ -101,6 +100,10 @@ class FusedLinear(nn.Module):
         """[..., inputs] -> [..., rows of all segments] out_dtype."""
         return _product(self, x, out_dtype, implementation)
 
+    def parts(self, x, implementation="auto"):
+        """[..., inputs] -> [parts, ..., rows of all segments] fp32; see `Linear.parts`."""
+        return _parts(self, x, implementation)
+
 
 def _matrix(module, rows, *pieces):
     """Declares a module's kernel and, if it is block-scaled, its scale; else None."""
@@ -116,10 +119,16 @@ def _matrix(module, rows, *pieces):
 
 def _product(module, x, out_dtype, implementation):
     if module.block is None:
-        return skinny_linear(x, module.kernel, out_dtype, implementation=implementation)
+        return linear(x, module.kernel, out_dtype)
     return block_scaled_linear(
         x, module.kernel, module.scale, out_dtype, implementation=implementation
     )
+
+
+def _parts(module, x, implementation):
+    if module.block is None:
+        return skinny_parts(x, module.kernel, implementation=implementation)
+    return block_scaled_parts(x, module.kernel, module.scale, implementation=implementation)
 
 
 class RMSNorm(nn.Module):

@@ -71,7 +71,7 @@ class DraftAttention(nn.Module):
         """
         config, dtype = self.config, self.dtypes.activation_dtype
         heads = norm_rope(
-            self.qkv.joined(x, jnp.float32, self.implementation), self.query_norm.weight,
+            self.qkv.parts(x, self.implementation), self.query_norm.weight,
             self.key_norm.weight, columns.positions,
             heads=(config.query_heads, config.kv_heads), gated=False, eps=config.norm_eps,
             offset=False, theta=config.rope_theta, rounded=config.kind == DraftKind.DFLASH,

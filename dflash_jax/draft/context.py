@@ -32,11 +32,11 @@ class ContextProjection(nn.Module):
     def conditioning(self, features):
         """s_t [B, T, n_tap * H] -> c_t [B, T, H]; rounded after the projection and the norm."""
         dtype = self.dtypes.activation_dtype
-        return self.norm(self.feature_projection(features, dtype, "xla")).astype(dtype)
+        return self.norm(self.feature_projection(features, dtype)).astype(dtype)
 
     def projected(self, features):
         """[B, T, n_tap * H] -> [B, T, layers * 2 * Hkv * D] fp32, K and V of every layer."""
-        return self.key_value(self.conditioning(features), jnp.float32, "xla")
+        return self.key_value(self.conditioning(features), jnp.float32)
 
     def store(self, features, context: DraftContext, slot, table, start, count) -> DraftContext:
         """Appends features [B, T, n_tap * H] of positions start + j, j < count, to the context.

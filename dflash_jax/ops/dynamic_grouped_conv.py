@@ -4,15 +4,13 @@ Channel h belongs to group h // G. Tap 0 multiplies the current column, tap t th
 it in the same block; nothing lies before column 0.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.ops.linear import linear, linear_split
-from dflash_jax.ops.norm import plain_rmsnorm
+from dflash_jax.ops.norm import added, plain_rmsnorm
 from dflash_jax.ops.rounding import round_to
 from dflash_jax.pallas import dynamic_grouped_conv as kernel
 
@@ -96,7 +94,7 @@ def finish(residual, z, base, finish_delta, *, implementation="auto"):
     form = _form(residual, implementation)
     if form != "xla":
         return kernel.finish(residual, parts, base, finish_delta, interpret=form == "interpret")
-    z = functools.reduce(jnp.add, parts)
+    z = added(parts)
     total = residual.astype(jnp.float32) + apply_taps(z, base[1], finish_delta)
     return total.astype(residual.dtype)
 

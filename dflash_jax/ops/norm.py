@@ -79,10 +79,15 @@ def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
 def add_branch(x, branch):
     """The residual x joined by a branch, in x's dtype; shapes and roundings as in `add_rmsnorm`."""
     _check_branch(x, branch)
-    if branch.ndim > x.ndim:  # one after another, as the kernel adds them
-        branch = functools.reduce(jnp.add, branch)
+    if branch.ndim > x.ndim:
+        branch = added(branch)
     rounded = round_to(branch.astype(jnp.float32), x.dtype)
     return round_to(x.astype(jnp.float32) + rounded.astype(jnp.float32), x.dtype)
+
+
+def added(parts):
+    """The sum of [parts, ...], first to last, as kernels add them."""
+    return functools.reduce(jnp.add, parts)
 
 
 def _check_branch(x, branch):

@@ -11,7 +11,7 @@ from dflash_jax.pallas import mosaic
 from dflash_jax.pallas import skinny_linear as kernel
 from dflash_jax.pallas.tiling import PROCESSORS
 
-_LARGE = 8 << 20  # bytes of a matrix whose product takes longer than a launch
+_LARGE, _LARGE_FOR_ONE = 8 << 20, 32 << 20  # bytes of a matrix, for several tokens and for one
 
 
 def skinny_linear(x, matrix, out_dtype, *, residual=None, implementation="auto"):
@@ -22,15 +22,14 @@ def skinny_linear(x, matrix, out_dtype, *, residual=None, implementation="auto")
       matrix:   [out, in], same dtype as x.
       out_dtype: dtype of the result; with a residual, the residual's.
       residual: None, or [..., out]; the product is rounded to its dtype before the two meet.
-      implementation: "xla", "pallas", "interpret", "mosaic" or "auto": on a GPU "pallas" where it
-        was measured faster, else "xla". Static.
+      implementation: "xla", "pallas", "interpret", "mosaic" or "auto", which is "xla". Static.
     Returns:
       [..., out] out_dtype.
     Numeric: products and sums in fp32 (fp32 operands: no TF32); one rounding, with a residual two.
     Raises: ValueError for shapes or dtypes; NotImplementedError if a named kernel lacks the case.
     """
     shape = (*x.shape[:-1], matrix.shape[0])
-    form = _form("skinny_linear", implementation, x, matrix, added_elsewhere=False)
+    form = _form("skinny_linear", implementation, x, matrix)
     if residual is not None and (residual.shape != shape or residual.dtype != out_dtype):
         raise ValueError(
             f"residual: expected {shape} {jnp.dtype(out_dtype)}, "
@@ -54,12 +53,12 @@ def skinny_parts(x, matrix, *, implementation="auto"):
     """Summands of y = matrix x, for a kernel that adds them to something else anyway.
 
     Args: as in `skinny_linear`; implementation "xla", "pallas", "interpret" or "auto": on a GPU the
-      kernel for large 16-bit matrices of few rows, else "xla". Static.
+      kernel where it was measured faster, else "xla". Static.
     Returns:
       [parts, ..., out] fp32, whose sum over the first axis is y; "xla" leaves one part.
     Raises: ValueError for shapes or dtypes; NotImplementedError if a named kernel lacks the case.
     """
-    form = _form("skinny_parts", implementation, x, matrix, added_elsewhere=True)
+    form = _form("skinny_parts", implementation, x, matrix)
     if form == "xla":
         return linear(x, matrix, jnp.float32)[None]
     parts = kernel.parts(x.reshape(-1, x.shape[-1]), matrix, interpret=form == "interpret")
@@ -73,7 +72,7 @@ def skinny_swiglu(x, matrix, *, rounded=False, implementation="auto"):
       x:       [..., in] float.
       matrix:  [2 * inner, in], gate rows then up rows, same dtype as x.
       rounded: rounds the two products to x's dtype before they meet (DFlash). Static.
-      implementation: as in `skinny_linear`, but "auto" is "xla". Static.
+      implementation: as in `skinny_linear`. Static.
     Returns:
       [..., inner] in x's dtype.
     Numeric: fp32 up to the named roundings.
@@ -94,32 +93,33 @@ def skinny_swiglu(x, matrix, *, rounded=False, implementation="auto"):
     return made.reshape(*x.shape[:-1], -1)
 
 
-def _form(op: str, implementation: str, x, matrix, *, added_elsewhere: bool | None = None) -> str:
-    """The form of an op; added_elsewhere: of a plain product, whether it may stay in parts."""
+def _form(op: str, implementation: str, x, matrix) -> str:
     if x.dtype != matrix.dtype or matrix.shape[1:] != x.shape[-1:]:
         raise ValueError(
             f"matrix: expected [out, {x.shape[-1]}] {x.dtype}, got {matrix.shape} {matrix.dtype}"
         )
-    tokens, plain = math.prod(x.shape[:-1]), added_elsewhere is not None
+    tokens = math.prod(x.shape[:-1])
     few = None if 0 < tokens <= kernel.MAX_TOKENS else f"1..{kernel.MAX_TOKENS} rows, got {tokens}"
     streamed = few if few or mosaic.supports(tokens, matrix) else (
         f"16-bit matrices of multiples of 8 and 64, got {matrix.shape} {matrix.dtype}"
     )
-    more = {} if op == "skinny_parts" else {"mosaic": streamed}
-    pays = plain and _pays(tokens, matrix, in_parts=added_elsewhere)
-    return choose_form(
-        op, implementation, (None if tokens else "1 row or more, got 0") if plain else few,
-        auto_gpu="pallas" if pays else "xla", more=more,
-    )
+    lacking = few if op == "skinny_swiglu" or not tokens else None
+    if op != "skinny_parts":
+        return choose_form(op, implementation, lacking, more={"mosaic": streamed})
+    pays = "pallas" if _pays(tokens, *matrix.shape, matrix.dtype) else "xla"
+    return choose_form(op, implementation, lacking, auto_gpu=pays)
 
 
-def _pays(tokens: int, matrix, *, in_parts: bool) -> bool:
-    """Whether the kernel was faster than XLA's product on an H200.
+def _pays(tokens: int, rows: int, width: int, dtype) -> bool:
+    """Whether the kernel was faster than XLA's product and sum on an H200.
 
-    XLA keeps up where a matrix has tiles for all processors several times over; where it has fewer,
-    XLA adds parts in a launch of its own, and so does the kernel unless a reader takes the parts.
+    XLA keeps up where a matrix has tiles for all processors several times over, and where it is
+    small: as a row's sums for one token, below a launch's time for any.
     """
-    tiles = matrix.shape[0] / (kernel.TILE * PROCESSORS)
-    large = matrix.size * jnp.dtype(matrix.dtype).itemsize >= _LARGE
-    enough = in_parts or tiles >= 1.0
-    return jnp.dtype(matrix.dtype).itemsize == 2 and large and tokens <= 64 and enough and tiles < 3
+    itemsize = jnp.dtype(dtype).itemsize
+    size = rows * width * itemsize
+    most = 3 * kernel.TILE * PROCESSORS
+    return (
+        itemsize == 2 and tokens <= kernel.MOST_MEASURED and rows < most
+        and size >= (_LARGE_FOR_ONE if tokens == 1 else _LARGE)
+    )

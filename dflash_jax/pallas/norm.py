@@ -7,6 +7,9 @@ A program takes a row. Everything it needs is asked for before the sum of square
 latency of the memory is exposed.
 """
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,20 +29,21 @@ def supports(width: int) -> bool:
 @shared("eps", "offset", "interpret")
 def add_rmsnorm(x, branch, weight, *, eps: float, offset: bool, interpret: bool):
     """Args: as in the op. Returns: x + branch and its norm, in the shape and dtype of x."""
-    width, parts = x.shape[-1], branch.size // x.size
+    width, size, parts = x.shape[-1], x.size, branch.size // x.size
     entries = pl.next_power_of_2(width)
-    out = jax.ShapeDtypeStruct((x.size,), x.dtype)
+    out = jax.ShapeDtypeStruct((size,), x.dtype)
 
     def kernel(x, branch, weight, total, normed):
         entry = jnp.arange(entries, dtype=jnp.int32)
         mask, place = entry < width, pl.program_id(0) * width + entry
-        summands = [(branch, part * x.shape[0] + place) for part in range(parts)]
-        first, factor, second, *others = (
+        first, factor, *second = (
             load(ref.at[at], mask=mask, other=0.0).astype(jnp.float32)
-            for ref, at in ((x, place), (weight, entry), *summands)
+            for ref, at in (
+                (x, place), (weight, entry),
+                *((branch, part * size + place) for part in range(parts)),
+            )
         )
-        for other in others:
-            second += other
+        second = functools.reduce(operator.add, second)
         # The norm reads the sum as the residual keeps it.
         rounded = (first + second.astype(x.dtype).astype(jnp.float32)).astype(total.dtype)
         store(total.at[place], rounded, mask=mask)
@@ -52,7 +56,7 @@ def add_rmsnorm(x, branch, weight, *, eps: float, offset: bool, interpret: bool)
         kernel,
         name="add_rmsnorm",
         out_shape=(out, out),
-        grid=(x.size // width,),
+        grid=(size // width,),
         in_specs=[WHOLE] * 3,
         out_specs=(WHOLE,) * 2,
         interpret=interpret,

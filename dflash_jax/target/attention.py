@@ -1,6 +1,5 @@
 """Gated full attention of the target: partial three-axis rotation, paged context, output gate."""
 
-import jax.numpy as jnp
 from flax import linen as nn
 
 from dflash_jax.config import DtypePolicy, TargetConfig
@@ -54,7 +53,7 @@ class GatedAttention(nn.Module):
         products = "xla" if prefill else self.implementation
         rope = config.rope
         heads = norm_rope(
-            self.qgkv.joined(x, jnp.float32, products), self.query_norm.weight,
+            self.qgkv.parts(x, products), self.query_norm.weight,
             self.key_norm.weight, columns.positions, heads=(config.query_heads, config.kv_heads),
             gated=True, eps=config.norm_eps, offset=True, theta=rope.theta,
             mrope=(rope.rotary_dim(config.head_dim), rope.mrope_section),

@@ -81,6 +81,21 @@ def test_parts_of_a_branch_are_added_first_and_rounded_once(parts, offset, form)
     assert_same_bits(add_branch(x, jnp.asarray(branch)), found[0])
 
 
+@FORMS
+def test_parts_of_a_branch_are_added_in_order_before_it_is_rounded(form):
+    """In another order the large ones swallow the 1; each rounded alone, small ones vanish."""
+    small = 0.75 * 2.0**-8
+    x = jnp.asarray([[[1.0] * 48, [0.0] * 48]], jnp.bfloat16)
+    branch = [[[[part] * 48, [large] * 48]] for part, large in zip(
+        (small, small, 0.0), (2.0**30, -(2.0**30), 1.0), strict=True
+    )]
+    total, normed = compiled(form, False)(
+        x, jnp.asarray(branch, jnp.float32), jnp.ones(48, jnp.float32)
+    )
+    assert np.asarray(total, np.float32)[0, :, 0].tolist() == [1.0 + 2.0**-7, 1.0]
+    assert_close(normed, np.ones((1, 2, 48)), BF16_ROUND)
+
+
 @OFFSET
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_xla_form_is_the_sum_and_its_norm_to_the_bit(dtype, offset):

@@ -2,13 +2,13 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dflash_jax.ops import skinny_linear as op
 from dflash_jax.ops.skinny_linear import skinny_linear, skinny_parts, skinny_swiglu
+from dflash_jax.pallas import skinny_linear as kernel
 from dflash_jax.pallas.tiling import PROCESSORS, cut
 from tests.tolerances import BF16_MATMUL, FP32_CHAIN, as_float64, assert_close
 
@@ -75,21 +75,31 @@ def test_many_tokens_take_several_tiles(tokens, form):
 
 
 @pytest.mark.parametrize(
-    "tokens, rows, width, dtype, whole, in_parts",
+    "tokens, rows, width, dtype, pays",
     [
-        (8, 16480, 5120, "bfloat16", True, True),  # projections of a 27B delta net
-        (64, 5120, 17408, "bfloat16", False, True),  # has too few tiles
-        (8, 34816, 5120, "bfloat16", False, False),  # enough for XLA
-        (8, 248320, 5120, "bfloat16", False, False),
-        (65, 16480, 5120, "bfloat16", False, False),
-        (8, 16480, 5120, "float32", False, False),
-        (8, 257, 2048, "bfloat16", False, False),  # a launch's time
+        (8, 16480, 5120, "bfloat16", True),
+        (64, 5120, 17408, "bfloat16", True), (65, 5120, 17408, "bfloat16", False),
+        (8, 34816, 5120, "bfloat16", False), (8, 16480, 5120, "float32", False),
+        (1, 2048, 4096, "bfloat16", False), (2, 2048, 4096, "bfloat16", True),
+        (8, 1024, 2048, "bfloat16", False),
     ],
 )
-def test_auto_takes_the_kernel_where_it_was_faster(tokens, rows, width, dtype, whole, in_parts):
-    matrix = jax.ShapeDtypeStruct((rows, width), dtype)
-    assert op._pays(tokens, matrix, in_parts=False) == whole
-    assert op._pays(tokens, matrix, in_parts=True) == in_parts
+def test_auto_takes_the_kernel_where_it_was_faster(tokens, rows, width, dtype, pays):
+    assert op._pays(tokens, rows, width, dtype) == pays
+
+
+@pytest.mark.parametrize(
+    "tokens, rows, width, count, parts, step",
+    [
+        (1, 16480, 5120, 128, 2, 128), (8, 14336, 5120, 128, 2, 128), (8, 5120, 17408, 64, 4, 128),
+        (8, 5120, 6144, 64, 4, 128), (8, 12352, 2048, 128, 2, 128), (16, 9216, 2048, 64, 2, 128),
+        (8, 2048, 4096, 64, 8, 128), (64, 16480, 5120, 64, 1, 128), (64, 14336, 5120, 64, 1, 128),
+        (64, 5120, 17408, 64, 4, 64), (64, 5120, 6144, 64, 4, 64), (8, 70, 96, 64, 1, 64),
+    ],
+)
+def test_plans_are_those_measured(tokens, rows, width, count, parts, step):
+    plan = kernel.Plan.of(tokens, rows, width, "bfloat16")
+    assert (plan.rows, plan.parts, plan.tiles.step) == (count, parts, step)
 
 
 @FORMS
