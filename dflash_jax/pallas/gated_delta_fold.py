@@ -87,7 +87,8 @@ def fold(key, delta, decay, inputs, recurrent, conv, path, read_slot, write_slot
                 return state
 
             state = frame.load(pool, jnp.minimum(source, slots - 1), head, begin)
-            state = groups(several, pl.cdiv(steps, group), loaded, state, tiles.ahead)
+            number = 1 if columns <= group else pl.cdiv(steps, group)
+            state = groups(several, number, loaded, state, tiles.ahead)
             frame.store(out, target, head, begin, state)
 
     return gpu_call(
