@@ -1,4 +1,4 @@
-"""A branch joins the residual and the sum is normed, in one launch.
+"""A branch, or a product's summands, join the residual and the sum is normed, in one launch.
 
 Implements: ops/norm.py, `add_rmsnorm`.
 Matches when: rows of at most 16384 entries.
@@ -29,9 +29,8 @@ def supports(width: int) -> bool:
 @shared("eps", "offset", "interpret")
 def add_rmsnorm(x, branch, weight, *, eps: float, offset: bool, interpret: bool):
     """Args: as in the op. Returns: x + branch and its norm, in the shape and dtype of x."""
-    width = x.shape[-1]
+    width, size, parts = x.shape[-1], x.size, branch.size // x.size
     entries = pl.next_power_of_2(width)
-    size, parts = x.size, branch.size // x.size
     out = jax.ShapeDtypeStruct((size,), x.dtype)
 
     def kernel(x, branch, weight, total, normed):

@@ -43,14 +43,17 @@ class GdnState:
 class GdnRecords:
     """What a verify pass leaves for the fold, per column of one layer.
 
-    key:        [B, cols, Hk, Dk] bf16, after convolution and SiLU, before the L2 norm.
-    value:      [B, cols, Hv, Dv] bf16.
+    Not the raw k and v of contracts 6.3.5: verification has normalised the one and made delta of
+    the other, and with those the fold has no sum left to do. It costs twice their bytes.
+
+    key:        [B, cols, Hk, Dk] fp32, normalised.
+    delta:      [B, cols, Hv, Dv] fp32, beta (v - alpha M k) with the state M before the column.
     decay:      [B, cols, Hv, 2] fp32, {g, beta}.
     conv_input: [B, cols, channels] bf16, the projected column.
     """
 
     key: jax.Array
-    value: jax.Array
+    delta: jax.Array
     decay: jax.Array
     conv_input: jax.Array
 
@@ -66,7 +69,7 @@ def fold(state: GdnState, records: GdnRecords, rows, path, count, *, implementat
     Source: contracts 9.3.
     """
     recurrent, conv = gated_delta_fold(
-        records.key, records.value, records.decay, records.conv_input, state.recurrent, state.conv,
+        records.key, records.delta, records.decay, records.conv_input, state.recurrent, state.conv,
         path, rows.read_slot, rows.write_slot, count, implementation=implementation,
     )
     return GdnState(recurrent=recurrent, conv=conv)

@@ -41,18 +41,18 @@ class GatedDeltaNet(nn.Module):
         self.output = Linear(hidden, gdn.value_width, param, block)
 
     def verify(self, x, columns, state: GdnState):
-        """[B, W, H] normed -> y [B, W, H] and `GdnRecords`; the state is read only."""
+        """[B, W, H] normed -> y [parts, B, W, H] fp32 and `GdnRecords`; the state is read only."""
         projected, gates = self._project(x, self.implementation)
-        output, inputs = gated_delta_block(
+        output, inputs, delta = gated_delta_block(
             projected, gates, state.conv, self.conv, self.A_log, self.dt_bias, self.norm.weight,
             state.recurrent, columns.slot, columns.parent, columns.live,
             key_heads=self.config.gdn.key_heads, eps=self.config.norm_eps, chain=columns.chain,
             implementation=self.implementation,
         )
         records = GdnRecords(
-            key=inputs.key, value=inputs.value, decay=inputs.decay, conv_input=inputs.conv_input
+            key=inputs.key, delta=delta, decay=inputs.decay, conv_input=inputs.conv_input
         )
-        return self.output(output, jnp.float32, self.implementation), records
+        return self.output.parts(output, self.implementation), records
 
     def prefill(self, x, columns, state: GdnState):
         """[B, T, H] normed -> y [B, T, H] and the rows' image after the live columns."""
@@ -61,7 +61,7 @@ class GatedDeltaNet(nn.Module):
         inputs = block_inputs(
             projected, gates, state.conv, self.conv, self.A_log, self.dt_bias, columns.slot,
             columns.parent, key_heads=gdn.key_heads, heads=image.recurrent.shape[1:],
-            chain=columns.chain, implementation=self.implementation,
+            chain=columns.chain, unit=False, implementation=self.implementation,
         )
         mixed, recurrent = gated_delta_prefill(
             inputs.query, inputs.key, inputs.value, inputs.decay, image.recurrent, columns.live,

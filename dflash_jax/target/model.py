@@ -123,7 +123,7 @@ class TargetBlock(nn.Module):
         x, normed = self.post_norm.after(x, mixed, self.implementation)
         if self.config.moe is None:
             products = self.implementation if records else "xla"  # a long chunk's have no kernel
-            return x, self.mlp(normed, jnp.float32, products), kept, before
+            return x, self.mlp.parts(normed, products), kept, before
         return x, self.moe(normed), kept, before
 
 

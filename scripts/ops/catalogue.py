@@ -61,8 +61,9 @@ def verify(batch: int, width: int, *, chain: bool) -> Case:
 
     def make(key):
         keys = jax.random.split(key, 5)
+        vectors = (normal(k, (batch, width, key_heads, dim)) for k in keys[:2])
         return (
-            *(normal(k, (batch, width, key_heads, dim)) for k in keys[:2]),
+            *gated_delta_rule.unit_vectors(*vectors),
             normal(keys[2], (batch, width, value_heads, dim)),
             _decay(keys[3], (batch, width, value_heads)),
             normal(keys[4], (batch, value_heads, dim, dim), jnp.float32, 0.1),
@@ -71,18 +72,22 @@ def verify(batch: int, width: int, *, chain: bool) -> Case:
         )
 
     def exact(query, key, value, decay, state, slot, parent, live):
+        query, key = query * 1e3, key * 1e3  # the oracle normalises, and adds an epsilon then
         return np.stack([
             delta_oracle.tree(state[b], query[b], key[b], value[b], decay[b], parent[b], live[b])
             for b in range(batch)
         ])
 
+    def form(name):
+        def run(*args):
+            return gated_delta_rule.gated_delta_verify(*args, chain=chain, implementation=name)[0]
+        return run
+
     state = batch * value_heads * dim * dim * 4
     return Case(
         name=f"gated_delta_verify {'chain' if chain else 'tree'} B={batch} W={width}",
         bytes=state, make=make, exact=exact if batch == 1 else None, tolerance=2e-5,
-        forms={form: functools.partial(
-            gated_delta_rule.gated_delta_verify, chain=chain, implementation=form
-        ) for form in BOTH},
+        forms={name: form(name) for name in BOTH},
     )
 
 
@@ -95,8 +100,8 @@ def fold(batch: int, width: int, count: int) -> Case:
         keys = jax.random.split(key, 6)
         slot = jnp.arange(batch, dtype=jnp.int32)
         return (
-            normal(keys[0], (batch, width, key_heads, dim)),
-            normal(keys[1], (batch, width, value_heads, dim)),
+            normal(keys[0], (batch, width, key_heads, dim), jnp.float32, dim**-0.5),
+            normal(keys[1], (batch, width, value_heads, dim), jnp.float32),
             _decay(keys[2], (batch, width, value_heads)),
             normal(keys[4], (batch, width, channels)),
             (normal(keys[3], (batch, value_heads, dim, dim), jnp.float32, 0.1),
@@ -105,22 +110,19 @@ def fold(batch: int, width: int, count: int) -> Case:
             jnp.full((batch,), count, jnp.int32),
         )
 
-    def exact(key, value, decay, inputs, pools, path, read, write, kept):
-        state, conv = pools
-        states = [
-            delta_oracle.sequence(state[b], key[b], key[b], value[b], decay[b], kept[b])[1]
-            for b in range(batch)
-        ]
+    def exact(key, delta, decay, inputs, pools, path, read, write, kept):
+        state, conv = (x.astype(np.float64) for x in pools)
+        states = [_increased(state[b], key[b], delta[b], decay[b], kept[b]) for b in range(batch)]
         histories = [
-            np.concatenate([conv[b], inputs[b, : kept[b]]])[-3:].astype(np.float64)
+            np.concatenate([conv[b], inputs[b, : kept[b]].astype(np.float64)])[-3:]
             for b in range(batch)
         ]
         return np.stack(states), np.stack(histories)
 
     def form(name):
-        def run(key, value, decay, inputs, pools, *rest):
+        def run(key, delta, decay, inputs, pools, *rest):
             return gated_delta_rule.gated_delta_fold(
-                key, value, decay, inputs, *pools, *rest, implementation=name
+                key, delta, decay, inputs, *pools, *rest, implementation=name
             )
         return run
 
@@ -130,6 +132,15 @@ def fold(batch: int, width: int, count: int) -> Case:
         exact=exact if batch == 1 else None, tolerance=2e-5,
         forms={name: form(name) for name in BOTH},
     )
+
+
+def _increased(state, key, delta, decay, count):
+    """One row's float64 states after `count` increments."""
+    for column in range(count):
+        k = np.repeat(key[column], len(state) // key.shape[1], axis=0)
+        alpha = np.exp(decay[column, :, 0].astype(np.float64))
+        state = alpha[:, None, None] * state + delta[column][:, :, None] * k[:, None, :]
+    return state
 
 
 def prefill(batch: int, tokens: int, value_heads: int) -> Case:

@@ -68,8 +68,8 @@ def delta(batch, width, key_heads, value_heads, dim, *, chain):
             gated_delta_rule.gated_delta_verify, chain=chain, implementation="pallas"
         ),
         avals=(
-            *[shape(batch, width, key_heads, dim)] * 2, shape(batch, width, value_heads, dim),
-            shape(batch, width, value_heads, 2, dtype=F32),
+            *[shape(batch, width, key_heads, dim, dtype=F32)] * 2,
+            shape(batch, width, value_heads, dim), shape(batch, width, value_heads, 2, dtype=F32),
             shape(batch + 1, value_heads, dim, dim, dtype=F32), rows,
             shape(batch, width, dtype=I32), rows,
         ),
@@ -83,7 +83,8 @@ def fold(batch, width, key_heads, value_heads, dim):
         name=f"gated_delta_fold B={batch} W={width} {value_heads} heads",
         fn=functools.partial(gated_delta_rule.gated_delta_fold, implementation="pallas"),
         avals=(
-            shape(batch, width, key_heads, dim), shape(batch, width, value_heads, dim),
+            shape(batch, width, key_heads, dim, dtype=F32),
+            shape(batch, width, value_heads, dim, dtype=F32),
             shape(batch, width, value_heads, 2, dtype=F32), shape(batch, width, channels),
             shape(batch + 1, value_heads, dim, dim, dtype=F32), shape(batch + 1, 3, channels),
             shape(batch, width, dtype=I32), rows, rows, rows,
