@@ -20,7 +20,7 @@ from tests.pallas import h200
 from tests.pallas.case import I32, shape
 
 # Products and the sums of their parts: tuning on a device chooses others.
-PRODUCT = re.compile(r"gemm|cublas|loop_reduce")
+PRODUCT = re.compile(r"gemm|cublas|skinny|loop_reduce")
 OURS = {
     "add_rmsnorm", "gated_delta_inputs", "gated_delta_verify", "norm_rope", "softmax_attention",
     "softmax_attention_join", "router", "route", "sparse_moe_gate_up", "sparse_moe_down",
