@@ -77,19 +77,27 @@ def delta(batch, width, key_heads, value_heads, dim, *, chain):
     )
 
 
-def fold(batch, width, key_heads, value_heads, dim):
+def fold(batch, width, key_heads, value_heads, dim, layers=1):
     rows, channels = shape(batch, dtype=I32), (2 * key_heads + value_heads) * dim
+    records = (
+        shape(batch, width, key_heads, dim, dtype=F32),
+        shape(batch, width, value_heads, dim, dtype=F32),
+        shape(batch, width, value_heads, 2, dtype=F32), shape(batch, width, channels),
+    )
+    pools = (
+        shape(batch + 1, value_heads, dim, dim, dtype=F32), shape(batch + 1, 3, channels)
+    )
+
+    def call(records, pools, *rows):
+        every = tuple((*kept, *pool) for kept, pool in zip(records, pools, strict=True))
+        return gated_delta_rule.gated_delta_folds(every, *rows, implementation="pallas")
+
     return KernelCase(
-        name=f"gated_delta_fold B={batch} W={width} {value_heads} heads",
-        fn=functools.partial(gated_delta_rule.gated_delta_fold, implementation="pallas"),
+        name=f"gated_delta_fold B={batch} W={width} {value_heads} heads, {layers} layers", fn=call,
         avals=(
-            shape(batch, width, key_heads, dim, dtype=F32),
-            shape(batch, width, value_heads, dim, dtype=F32),
-            shape(batch, width, value_heads, 2, dtype=F32), shape(batch, width, channels),
-            shape(batch + 1, value_heads, dim, dim, dtype=F32), shape(batch + 1, 3, channels),
-            shape(batch, width, dtype=I32), rows, rows, rows,
+            (records,) * layers, (pools,) * layers, shape(batch, width, dtype=I32), rows, rows, rows
         ),
-        kernels=("gated_delta_fold",), state=(4, 5),
+        kernels=("gated_delta_fold",), state=(1,),
     )
 
 
@@ -308,7 +316,8 @@ CASES = (
     route(8, 256, 8), route(128, 60, 4), choice(8, 256, 8, 2048), choice(128, 512, 10, 4096),
     choice(3, 5, 2, 48, F32),
     kv_write_case(1, 8, 16, 4, 256), kv_write_case(8, 5, 2, 2, 128),
-    fold(1, 8, 16, 48, 128), fold(8, 16, 16, 32, 128), fold(2, 5, 1, 3, 16),
+    fold(1, 8, 16, 48, 128, layers=8), fold(8, 16, 16, 32, 128, layers=2),
+    fold(1, 16, 16, 32, 128), fold(2, 5, 1, 3, 16),
     delta_prefill(1, 1024, 16, 48, 128, 128), delta_prefill(8, 1024, 16, 32, 128, 128),
     delta_prefill(3, 130, 1, 3, 16, 32), delta_prefill(2, 65, 2, 4, 128, 16, F32),
     delta_block(1, 8, 16, 48, 128, own_gates=True), delta_block(1, 5, 16, 48, 128, own_gates=True),
