@@ -34,7 +34,7 @@ MOST_MEASURED = 64  # tokens up to which it was compared with XLA's products
 TILE = 64  # matrix rows of the smaller tile
 _MANY_ROWS = 12288  # enough for two programs a processor in few parts of larger tiles
 _LONG = 128  # entries of a long step
-_BEST_PROGRAMS = 280
+_BEST_PROGRAMS = 260
 _PROGRAMS = 2 * PROCESSORS  # that run at once
 
 
