@@ -1,11 +1,12 @@
 """A narrow block's attention to context and to itself, split over the keys, then joined.
 
 Query heads that read one KV head, times columns, are the rows of a tile. Program (row and KV head,
-tile, part) walks its share of the keys, steps of context and the block at their end, and leaves the
-largest score, the sum of exponentials and the weighted values. Steps that every column sees whole
-come first and take no mask, so that loads run ahead of the products; others load zeros where there
-is nothing to see. A second kernel joins the parts, clears dead columns and opens the output gate.
-Queries, block and output keep the caller's layout. How context is stored, `Context` says.
+tile, part) takes its turns at the steps of context, with the block as one more at their end, and
+leaves the largest score, the sum of exponentials and the weighted values. Steps that every column
+sees whole come first and take no mask, so that loads run ahead of the products; others load zeros
+where there is nothing to see. A second kernel joins the parts, clears dead columns and opens the
+output gate. Queries, block and output keep the caller's layout. How context is stored, `Context`
+says.
 """
 
 import functools
@@ -24,6 +25,7 @@ from dflash_jax.pallas.tiling import PROCESSORS
 
 MAX_WIDTH = 32
 _LOG2_E = math.log2(math.e)
+_SHARED = 224 << 10  # bytes of shared memory for queries, keys and values
 _JOINED = 8192  # values that a program of the join holds
 
 
@@ -32,8 +34,9 @@ class Context(NamedTuple):
 
     Fields:
       entries: how many to walk. clear: how many of them, from the first on, every column sees.
-      locate: first -> where the entries from `first` on lie. Asked one step ahead, because that may
-        take a memory access.
+      locate, settle: settle(locate(first)) is where the entries from `first` on lie. A memory
+        access belongs into `locate`, asked two steps ahead; `settle`, asked one step ahead, has to
+        compute something: a loop that hands a value on as it is does not get its loads run ahead.
       read: (place, first, seen) -> key, value [keys, D], zeros where seen [keys] bool is false;
         None: all are there.
       sees: (entry, column) -> whether a column sees an entry below `entries`, in their joint shape.
@@ -42,6 +45,7 @@ class Context(NamedTuple):
     entries: jax.Array
     clear: jax.Array
     locate: Callable
+    settle: Callable
     read: Callable
     sees: Callable
 
@@ -70,14 +74,20 @@ class Tiles:
         batch, width, heads, dim = query.shape
         rows = heads // kv_heads * width
         tile = min(64, max(16, pl.next_power_of_2(rows)))
-        narrow = query.dtype.itemsize == 2
-        keys = min(unit, 64 if narrow else 32)
+        narrow, size = query.dtype.itemsize == 2, query.dtype.itemsize * dim
+        if narrow and dim == 128 and tile == 32:
+            tile = 64  # half of it idle, but the products of a whole warpgroup are quicker
+        # Scores and weighted values share the registers.
+        keys = min(unit, 64 if narrow and tile * dim < 64 * 256 else 32)
+        room = (_SHARED - tile * size) // (2 * keys * size)
+        stages = max(1, min(room, 4 if keys < 64 else 3)) if narrow else 2
+        # Programs that a processor holds at once: all of them start together.
+        resident = 1 if dim > 128 else 2
         programs = batch * kv_heads * pl.cdiv(rows, tile)
-        useful = 1 + max(1, entries // keys)
-        parts = min(32, max(1, PROCESSORS // programs), useful)
+        parts = min(64, max(1, resident * PROCESSORS // programs), max(1, entries // keys))
         return cls(
             rows=tile, keys=keys, parts=1 << (parts.bit_length() - 1),
-            num_warps=4, num_stages=3 if narrow else 2,
+            num_warps=8 if tile * dim > 64 * 256 else 4, num_stages=stages,
         )
 
 
@@ -169,6 +179,12 @@ def _part_kernel(reader: Reader, tiles: Tiles, named_mask: str | None, scale: fl
         row, head = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads
         part = pl.program_id(2)
         context, alive = reader(operands, row, head, keys), jnp.minimum(live[row], width)
+
+        def first_entry(turn):
+            return (part + turn * tiles.parts) * keys
+
+        # Asked without waiting for the frontier, and before the queries take their time.
+        ahead = context.settle(context.locate(first_entry(0))), context.locate(first_entry(1))
         index = pl.program_id(1) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
         column, member = index % width, jnp.minimum(index // width, group - 1)
         across = jnp.arange(dim, dtype=jnp.int32)[None, :]
@@ -177,46 +193,43 @@ def _part_kernel(reader: Reader, tiles: Tiles, named_mask: str | None, scale: fl
         )])
         absorb = functools.partial(_absorb, queries=queries, scale=scale)
 
-        # Parts share out the steps of context and, as one more at the end, the block.
         steps, clear = pl.cdiv(context.entries, keys), context.clear // keys
-        first = pl.cdiv(part * (steps + 1), tiles.parts)
-        stop = pl.cdiv((part + 1) * (steps + 1), tiles.parts)
 
-        def step(masked, index, carry):
-            found, place = carry
-            entry = index * keys + jnp.arange(keys, dtype=jnp.int32)
+        def turns(steps):
+            return (steps + tiles.parts - 1 - part) // tiles.parts
+
+        def step(masked, turn, carry):
+            found, place, following = carry
+            first = first_entry(turn)
+            entry = first + jnp.arange(keys, dtype=jnp.int32)
             seen = entry < context.entries if masked else None
-            key, value = context.read(place, index * keys, seen)
-            ahead = context.locate((index + 1) * keys)
+            key, value = context.read(place, first, seen)
+            later = context.locate(first_entry(turn + 2))
             visible = None
             if masked:
                 visible = seen[None, :] & context.sees(entry[None, :], column[:, None])
-            return absorb(found, key=key, value=value, visible=visible), ahead
+            found = absorb(found, key=key, value=value, visible=visible)
+            return found, context.settle(following), later
 
         def block(found):
-            own = jnp.arange(max(16, pl.next_power_of_2(width)), dtype=jnp.int32)
-            seen = own < alive
-            at = broadcast(row, own[:, None], head, across)
-            mask = jnp.broadcast_to(seen[:, None], at[0].shape)
-            key, value = (load(x.at[at], mask=mask, other=0.0) for x in (block_key, block_value))
-            visible = jnp.broadcast_to(seen[None, :], (tiles.rows, seen.size))
-            if named_mask == "causal":
-                visible &= own[None, :] <= column[:, None]
-            elif named_mask is None:
-                words = bits[row * width + column][:, None]
-                visible &= (words >> own.astype(jnp.uint32)[None, :]) & 1 == 1
-            return absorb(found, key=key, value=value, visible=visible)
+            own = _own_columns(block_key, block_value, bits, row, head, column, alive, named_mask)
+            return absorb(found, **own)
 
         found = (
             jnp.full((tiles.rows,), -jnp.inf, jnp.float32),
             jnp.zeros((tiles.rows,), jnp.float32),
             jnp.zeros((tiles.rows, dim), jnp.float32),
         )
-        carry = found, context.locate(first * keys)
-        for masked, begin, end in ((False, first, clear), (True, jnp.maximum(first, clear), steps)):
-            walk = functools.partial(step, masked)
-            carry = lax.fori_loop(begin, jnp.minimum(stop, end), walk, carry)
-        found = lax.cond((first <= steps) & (steps < stop), block, lambda found: found, carry[0])
+        carry = lax.fori_loop(0, turns(clear), functools.partial(step, False), (found, *ahead))
+        # Few parts have such steps; the others should not even begin to load ahead.
+        found = lax.cond(
+            turns(clear) < turns(steps),
+            lambda carry: lax.fori_loop(
+                turns(clear), turns(steps), functools.partial(step, True), carry
+            ),
+            lambda carry: carry, carry,
+        )[0]
+        found = lax.cond(part == steps % tiles.parts, block, lambda found: found, found)
         kept = index < group * width
         store(top.at[broadcast(row, head, part, index)], found[0], mask=kept)
         store(total.at[broadcast(row, head, part, index)], found[1], mask=kept)
@@ -226,6 +239,23 @@ def _part_kernel(reader: Reader, tiles: Tiles, named_mask: str | None, scale: fl
         )
 
     return kernel
+
+
+def _own_columns(block_key, block_value, bits, row, head, column, alive, named_mask):
+    """Keys and values of the block, zeros where dead, and what rows of the given columns see."""
+    _, width, _, dim = block_key.shape
+    own = jnp.arange(max(16, pl.next_power_of_2(width)), dtype=jnp.int32)
+    seen = own < alive
+    at = broadcast(row, own[:, None], head, jnp.arange(dim, dtype=jnp.int32)[None, :])
+    mask = jnp.broadcast_to(seen[:, None], at[0].shape)
+    key, value = (load(x.at[at], mask=mask, other=0.0) for x in (block_key, block_value))
+    visible = jnp.broadcast_to(seen[None, :], (column.size, own.size))
+    if named_mask == "causal":
+        visible &= own[None, :] <= column[:, None]
+    elif named_mask is None:
+        words = bits[row * width + column][:, None]
+        visible &= (words >> own.astype(jnp.uint32)[None, :]) & 1 == 1
+    return {"key": key, "value": value, "visible": visible}
 
 
 def _absorb(carry, queries, key, value, visible, scale):
@@ -264,7 +294,7 @@ def _join_kernel(lines: int):
         across = jnp.arange(dim, dtype=jnp.int32)
         at = broadcast(row, column[:, None], query[:, None], across[None, :])
         alive = jnp.broadcast_to((column < live[row])[:, None], at[0].shape)
-        opening = load(gate[0].at[at], mask=alive, other=0.0) if gate else None
+        opening = load(gate[0].at[at]) if gate else None
         part = jnp.arange(parts, dtype=jnp.int32)
         every = broadcast(row, head, part[:, None], index[None, :])
         peaks, sums = load(top.at[every]), load(total.at[every])
@@ -275,8 +305,8 @@ def _join_kernel(lines: int):
         shift = jnp.where(highest > -jnp.inf, highest, 0.0)
         weights = _exp(peaks - shift[None, :])
         whole = jnp.sum(sums * weights, axis=0)
-        mixed = jnp.sum(shares * weights[:, :, None], axis=0)
-        mixed = (mixed / jnp.where(whole > 0.0, whole, 1.0)[:, None]).astype(out.dtype)
+        weights /= jnp.where(whole > 0.0, whole, 1.0)[None, :]
+        mixed = jnp.sum(shares * weights[:, :, None], axis=0).astype(out.dtype)
         if gate:
             opened = mixed.astype(jnp.float32) * jax.nn.sigmoid(opening.astype(jnp.float32))
             mixed = opened.astype(out.dtype)

@@ -52,7 +52,8 @@ def _ring(window: int, width: int):
         return Context(
             entries=entries,
             clear=jnp.minimum(entries, max(0, window - width)),
-            locate=lambda first: (end - 1 - first) % capacity,
+            locate=lambda first: end - 1 - first,
+            settle=lambda last: last % capacity,
             read=read,
             sees=lambda entry, column: entry + 1 + column < window,
         )

@@ -38,10 +38,13 @@ def _pages(context, row, head, keys):
 
     def locate(first):
         entry = jnp.minimum(first // page, table.shape[1] - 1)
-        return jnp.clip(table[row, entry], 0, num_pages - 1)
+        return table[row, entry]
+
+    def settle(number):
+        return jnp.clip(number, 0, num_pages - 1)
 
     def read(number, first, seen):
         offset = first % page + jnp.arange(keys, dtype=jnp.int32)
         return load_rows((key_pages, value_pages), head, number, offset, seen=seen)
 
-    return Context(length, length, locate, read, lambda entry, column: True)
+    return Context(length, length, locate, settle, read, lambda entry, column: True)

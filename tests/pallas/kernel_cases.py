@@ -302,7 +302,7 @@ def skinny(op, tokens, rows, width, form, dtype=BF16):
 
 
 CASES = (
-    paged(1, 8, 24, 4, 256, 4096), paged(8, 16, 24, 4, 256, 4096),
+    paged(1, 8, 24, 4, 256, 4096), paged(8, 16, 24, 4, 256, 4096), paged(1, 1, 24, 4, 256, 4096),
     paged(1, 32, 16, 2, 256, 131072),
     paged(1, 8, 32, 8, 128, 4096, dtypes=(BF16, F16)), paged(3, 5, 6, 3, 16, 64, page=16),
     paged(2, 3, 4, 2, 32, 128, dtypes=(F32, F32)),
