@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from dflash_jax.pallas.common import WHOLE, broadcast, gpu_call, load, shared, store
 from dflash_jax.pallas.gated_delta_rule import Frame, Tiles, groups
 
-LAYERS = 8  # of a launch: its code and the time it compiles grow with them
+LAYERS = 6  # of a launch: one row's programs fill an H200; code and compile time grow with them
 _CHANNELS = 256  # of the convolution's history that a program's warp moves
 
 

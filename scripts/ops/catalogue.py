@@ -30,7 +30,7 @@ def cases(full: bool) -> list[Case]:
     found = []
     for batch in rows:
         found += [verify(batch, 8, chain=True), verify(batch, 16, chain=False)]
-        found += [fold(batch, 8, 5), fold(batch, 8, 5, layers=8)]
+        found += [fold(batch, 8, 5), fold(batch, 8, 5, layers=6)]
         found += [prefill(batch, 1024, heads) for heads in ((48, 32) if full else (48,))]
         found += [delta_block(batch, width) for width in ((1, 8, 16) if full else (8,))]
         found += [paged(batch, 8, context) for context in ((4096, 32768) if full else (4096,))]
