@@ -22,11 +22,13 @@ _CHANNELS = 256  # of the convolution's history that a program's warp moves
 
 
 def tiles_of(batch: int, columns: int, interpret: bool) -> Tiles:
-    """As in verification; the last group runs whole, whatever of it has been accepted."""
-    many = columns > 1 and not interpret
+    """Whole rows of the state, since entries do not meet. Few programs wait for memory once, with
+    all columns' records on the way; the last group runs whole, whatever of it has been accepted."""
+    if interpret:
+        return Tiles(ahead=False)
     if batch == 1:
-        return Tiles(value_dim=8, columns=2 if many else 1, ahead=False)
-    return Tiles(value_dim=16, ahead=many)
+        return Tiles(value_dim=8 if columns == 1 else 4, columns=8, depth=128, ahead=False)
+    return Tiles(value_dim=16, columns=2, depth=128, ahead=False)
 
 
 @shared("interpret", "tiles")
