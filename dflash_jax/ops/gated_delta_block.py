@@ -7,7 +7,7 @@ from flax import struct
 from dflash_jax.ops.causal_conv1d import causal_conv1d_silu
 from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.ops.gated_delta_rule import gated_delta_verify, unit_vectors
-from dflash_jax.ops.norm import gated_rmsnorm
+from dflash_jax.ops.norm import added, gated_rmsnorm
 from dflash_jax.pallas import gated_delta_block as kernel
 
 
@@ -66,9 +66,10 @@ def block_inputs(
 ) -> DeltaInputs:
     """`gated_delta_inputs` in the form that fits, by the histories' pool; arguments as in
     `gated_delta_block`."""
+    projected, gates = _in_parts(projected), None if gates is None else _in_parts(gates)
     value_heads, value_dim, key_dim = heads
     sizes = kernel.Sizes(
-        width=projected.shape[1], key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
+        width=projected.shape[2], key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
         value_dim=value_dim, taps=taps.shape[1], unit=unit,
     )
     form = _choose(implementation, sizes) if chain else "xla"
@@ -80,8 +81,9 @@ def block_inputs(
             interpret=form == "interpret",
         ))
     return gated_delta_inputs(
-        projected, gate_rows[..., first_gate:], conv[jnp.minimum(slot, len(conv) - 1)], taps,
-        a_log, dt_bias, parent, key_heads=key_heads, heads=heads, chain=chain, unit=unit,
+        added(projected), added(gate_rows[..., first_gate:]),
+        conv[jnp.minimum(slot, len(conv) - 1)], taps, a_log, dt_bias, parent,
+        key_heads=key_heads, heads=heads, chain=chain, unit=unit,
     )
 
 
@@ -101,6 +103,7 @@ def gated_delta_block(
     Args:                                                                  (B rows, W columns)
       projected:  [B, W, channels + Hv * Dv (+ 2 * Hv)] fp32, rows q, k, v, z (, a, b).
       gates:      [B, W, 2 * Hv] fp32, rows a and b; None: the last rows of `projected`.
+        Either may be in parts [_, B, W, ...] that are added first, see `skinny_parts`.
       conv:       [slots, kernel - 1, channels], committed inputs, the dtype of all activations.
       taps:       [channels, kernel]. a_log, dt_bias: [Hv]. weight: [Dv]. All fp32.
       recurrent:  [slots, Hv, Dv, Dk] fp32, committed states.
@@ -136,8 +139,13 @@ def gated_delta_block(
         inputs.query, inputs.key, inputs.value, inputs.decay, recurrent, slot, parent, live,
         chain=chain, implementation=implementation,
     )
-    output = close_heads(mixed, projected[..., channels:wide], weight, eps, conv.dtype)
+    gate = added(_in_parts(projected)[..., channels:wide])
+    output = close_heads(mixed, gate, weight, eps, conv.dtype)
     return output, inputs, delta
+
+
+def _in_parts(x):
+    return x if x.ndim == 4 else x[None]
 
 
 def _choose(implementation: str, sizes: kernel.Sizes) -> str:

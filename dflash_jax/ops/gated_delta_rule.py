@@ -97,19 +97,44 @@ def gated_delta_fold(
     Raises: ValueError for shapes or dtypes.
     Source: contracts 9.3.
     """
-    _check(key, delta, decay, recurrent)
-    if conv.shape[2] != conv_input.shape[2] or conv.dtype != conv_input.dtype:
-        raise ValueError(
-            f"conv: expected {conv_input.dtype} [slots, kernel - 1, {conv_input.shape[2]}], got "
-            f"{conv.dtype} {conv.shape}"
-        )
-    form = _choose(implementation, key, delta)
-    if form != "xla":
-        return fold_kernel.fold(
-            key, delta, decay, conv_input, recurrent, conv, path, read_slot, write_slot, count,
-            interpret=form == "interpret",
-        )
+    layer = key, delta, decay, conv_input, recurrent, conv
+    return gated_delta_folds(
+        (layer,), path, read_slot, write_slot, count, implementation=implementation
+    )[0]
 
+
+def gated_delta_folds(
+    layers, path, read_slot, write_slot, count, *, implementation="auto"
+):
+    """`gated_delta_fold` of layers that are alike: the kernel takes several of them a launch.
+
+    Args: as there, with a tuple (key, delta, decay, conv_input, recurrent, conv) a layer.
+    Returns: (recurrent, conv) of each. Raises: as there.
+    """
+    for key, delta, decay, conv_input, recurrent, conv in layers:
+        _check(key, delta, decay, recurrent)
+        if conv.shape[2] != conv_input.shape[2] or conv.dtype != conv_input.dtype:
+            raise ValueError(
+                f"conv: expected {conv_input.dtype} [slots, kernel - 1, {conv_input.shape[2]}], "
+                f"got {conv.dtype} {conv.shape}"
+            )
+    if not layers:
+        return ()
+    form = _choose(implementation, *layers[0][:2])
+    rows = path, read_slot, write_slot, count
+    if form == "xla":
+        return tuple(_fold(*layer, *rows) for layer in layers)
+    folded, launches = [], -(-len(layers) // fold_kernel.LAYERS)
+    for index in range(launches):  # of nearly as many layers each
+        first, end = (len(layers) * i // launches for i in (index, index + 1))
+        folded += fold_kernel.fold(layers[first:end], *rows, interpret=form == "interpret")
+    return tuple(folded)
+
+
+def _fold(
+    key, delta, decay, conv_input, recurrent, conv, path, read_slot, write_slot, count
+):
+    """`gated_delta_fold` in XLA."""
     def step(state, column):
         k = _per_value_head(column["key"], state.shape[1])
         moved = _moved(state, _alpha(column["decay"]), column["delta"], k)

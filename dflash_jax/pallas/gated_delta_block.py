@@ -10,6 +10,8 @@ normalise queries and keys, those of a head. One more program for the same colum
 Source: contracts 6.3.4.
 """
 
+import functools
+import operator
 from dataclasses import dataclass
 
 import jax
@@ -79,12 +81,13 @@ def inputs(
     """See `gated_delta_inputs`; `gates` holds the two gates from column `first_gate` on.
 
     Args:
+      projected, gates: in parts [_, B, W, ...], which are added up here.
       conv: [slots, taps - 1, channels], rows of `slot` [B]; an idle row reads the last one.
     Returns:
       query, key, value in conv's dtype (normalised: fp32), decay fp32 and conv_input, each column
       made of itself and of columns before it.
     """
-    batch, dtype, blocks = projected.shape[0], conv.dtype, sizes.blocks()
+    batch, dtype, blocks = projected.shape[1], conv.dtype, sizes.blocks()
     columns = min(_COLUMNS, pl.next_power_of_2(sizes.width))
     rows = (batch, sizes.width)
     keys = jax.ShapeDtypeStruct((*rows, sizes.keys), jnp.float32 if sizes.unit else dtype)
@@ -166,7 +169,7 @@ def _convolved(sizes: Sizes, projected, conv, taps, row, place, column, channel)
         source = at[0] - (sizes.taps - 1 - tap)
         there = broadcast(row, jnp.clip(source, 0, sizes.width - 1), at[1])
         inside = (source >= 0) & (source < sizes.width)
-        entry = load(projected.at[there], mask=inside, other=0.0).astype(conv.dtype)
+        entry = _sum(projected, there, mask=inside, other=0.0).astype(conv.dtype)
         if tap < sizes.taps - 1:
             there = broadcast(place, jnp.clip(source + sizes.taps - 1, 0, sizes.taps - 2), at[1])
             older = load(conv.at[there], mask=source < 0, other=0.0)
@@ -176,13 +179,19 @@ def _convolved(sizes: Sizes, projected, conv, taps, row, place, column, channel)
     return (total * jax.nn.sigmoid(total)).astype(conv.dtype), entry
 
 
+def _sum(ref, there, **mask):
+    """fp32 sum over the parts, first to last."""
+    parts = (load(ref.at[broadcast(part, *there)], **mask) for part in range(ref.shape[0]))
+    return functools.reduce(operator.add, parts)
+
+
 def _gates(sizes: Sizes, gates, first_gate, a_log, dt_bias, decay, row, column):
     """g and beta of every column and head."""
     head = jnp.arange(pl.next_power_of_2(sizes.value_heads), dtype=jnp.int32)
     known = head < sizes.value_heads
     at = places(jnp.minimum(column, sizes.width - 1), jnp.minimum(head, sizes.value_heads - 1))
     a, b = (
-        load(gates.at[broadcast(row, at[0], first_gate + at[1] + skip)])
+        _sum(gates, broadcast(row, at[0], first_gate + at[1] + skip))
         for skip in (0, sizes.value_heads)
     )
     bias = load(dt_bias.at[head], mask=known, other=0.0)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dflash_jax.config import GdnConfig
-from dflash_jax.ops.gated_delta_rule import gated_delta_fold
+from dflash_jax.ops.gated_delta_rule import gated_delta_folds
 
 
 @struct.dataclass
@@ -58,18 +58,22 @@ class GdnRecords:
     conv_input: jax.Array
 
 
-def fold(state: GdnState, records: GdnRecords, rows, path, count, *, implementation) -> GdnState:
-    """Applies the first `count` records along `path` to each row's state.
+def fold(states, records, rows, path, count, *, implementation) -> tuple[GdnState, ...]:
+    """Applies the first `count` records along `path` to each row's state in every layer.
 
     Args:
+      states, records: `GdnState` and `GdnRecords` of each layer.
       rows: `Rows`; states are read at read_slot and written at write_slot.
       path: [B, cols] int32, columns in order; entries past count are never applied.
       implementation: that of the verification that left the records. Static.
       count: [B] int32; a row with 0 leaves every byte unchanged.
     Source: contracts 9.3.
     """
-    recurrent, conv = gated_delta_fold(
-        records.key, records.delta, records.decay, records.conv_input, state.recurrent, state.conv,
-        path, rows.read_slot, rows.write_slot, count, implementation=implementation,
+    layers = tuple(
+        (kept.key, kept.delta, kept.decay, kept.conv_input, state.recurrent, state.conv)
+        for state, kept in zip(states, records, strict=True)
     )
-    return GdnState(recurrent=recurrent, conv=conv)
+    folded = gated_delta_folds(
+        layers, path, rows.read_slot, rows.write_slot, count, implementation=implementation
+    )
+    return tuple(GdnState(recurrent=recurrent, conv=conv) for recurrent, conv in folded)

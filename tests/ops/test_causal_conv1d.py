@@ -3,9 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.ops.causal_conv1d import causal_conv1d_silu, shift_history
+from dflash_jax.ops import causal_conv1d as conv
 from tests.oracles import causal_conv1d as oracle
 from tests.tolerances import FP32, as_float64, assert_close
+
+# Called eagerly, each operation in them would be a program of its own to compile.
+causal_conv1d_silu = jax.jit(conv.causal_conv1d_silu, static_argnames="chain")
+shift_history = jax.jit(conv.shift_history)
 
 TREES = np.array([[0, 0, 1, 0, 2, 3, 4], [0, 0, 0, 0, 1, 4, 5]], np.int32)
 CHAIN = np.array([[0, 0, 1, 2, 3, 4, 5]] * 2, np.int32)
@@ -39,6 +43,8 @@ def test_the_last_tap_multiplies_the_current_column():
 
 
 def test_a_chain_in_two_pieces_equals_one():
+    """Bit for bit without jit; in one program, XLA computes a sigmoid by the place of its value."""
+    causal_conv1d_silu = conv.causal_conv1d_silu
     u, history, taps = arrays(4)
     whole = causal_conv1d_silu(u, history, taps, None, chain=True)
     first = causal_conv1d_silu(u[:, :2], history, taps, None, chain=True)

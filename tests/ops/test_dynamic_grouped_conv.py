@@ -12,6 +12,10 @@ from tests.tolerances import BF16_ROUND, SPLIT_BF16, as_float64, assert_close
 EPS = 1e-6
 # hidden, group width, width, taps
 GEOMETRIES = [(48, 16, 5, 2), (12, 4, 1, 2), (10, 5, 4, 3), (6, 1, 3, 4), (8, 8, 3, 1)]
+# Called eagerly, each operation in them would be a program of its own to compile.
+prepare = jax.jit(conv.prepare, static_argnames=("eps", "out_dtype", "implementation"))
+finish = jax.jit(conv.finish, static_argnames="implementation")
+apply_taps = jax.jit(conv.apply_taps)
 
 
 def arrays(hidden, group_width, width, taps, batch=2, dtype="bfloat16"):
@@ -31,7 +35,7 @@ def arrays(hidden, group_width, width, taps, batch=2, dtype="bfloat16"):
 
 def prepared(a, out_dtype=jnp.float32):
     keys = ("x", "norm_weight", "base", "projection")
-    return conv.prepare(*(a[key] for key in keys), eps=EPS, out_dtype=out_dtype)
+    return prepare(*(a[key] for key in keys), eps=EPS, out_dtype=out_dtype)
 
 
 def expected_prepare(a):
@@ -47,7 +51,7 @@ def test_b1_both_sides_match_the_loop_oracle(geometry, dtype):
     main, delta = expected_prepare(a)
     assert_close(out.prepared, main, SPLIT_BF16)
     assert_close(out.finish_delta, delta, SPLIT_BF16)
-    done = conv.finish(a["x"].astype(jnp.float32), a["z"], a["base"], out.finish_delta)
+    done = finish(a["x"].astype(jnp.float32), a["z"], a["base"], out.finish_delta)
     wide = [as_float64(v) for v in (a["x"], a["z"], a["base"], out.finish_delta)]
     assert_close(done, oracle.finish(*wide), SPLIT_BF16)
 
@@ -59,7 +63,7 @@ def test_results_are_rounded_once_to_the_named_dtype():
     main, delta = expected_prepare(a)
     assert_close(out.prepared, main, BF16_ROUND)
     assert_close(out.finish_delta, delta, BF16_ROUND)
-    done = conv.finish(a["x"], a["z"], a["base"], out.finish_delta)
+    done = finish(a["x"], a["z"], a["base"], out.finish_delta)
     assert done.dtype == jnp.bfloat16
     wide = [as_float64(v) for v in (a["x"], a["z"], a["base"], out.finish_delta)]
     assert_close(done, oracle.finish(*wide), BF16_ROUND)
@@ -94,12 +98,12 @@ def test_finish_inside_one_program_sees_the_rounded_increments():
 def test_b2_concatenated_requests_equal_separate_calls(draft_tokens):
     a = arrays(12, 4, draft_tokens + 1, 2, batch=3)
     together = prepared(a)
-    finished = conv.finish(a["x"], a["z"], a["base"], together.finish_delta)
+    finished = finish(a["x"], a["z"], a["base"], together.finish_delta)
     for row in range(3):
         alone = {**a, "x": a["x"][row : row + 1], "z": a["z"][row : row + 1]}
         out = prepared(alone)
         assert_close(out.prepared[0], as_float64(together.prepared[row]), SPLIT_BF16)
-        done = conv.finish(alone["x"], alone["z"], a["base"], out.finish_delta)
+        done = finish(alone["x"], alone["z"], a["base"], out.finish_delta)
         assert_close(done[0], as_float64(finished[row]), BF16_ROUND)
         single = {**alone, "x": alone["x"][:, :1]}
         assert_close(prepared(single).prepared[0, 0], as_float64(out.prepared[0, 0]), SPLIT_BF16)
@@ -111,14 +115,14 @@ def test_b3_a_nan_row_before_the_block_is_never_read():
     dead = prepared({**a, "x": a["x"].at[0].set(jnp.nan).at[2].set(jnp.nan)})
     assert np.array_equal(dead.prepared[1], clean.prepared[1])
     z = a["z"].at[0].set(jnp.nan).at[2].set(jnp.nan)
-    done = conv.finish(a["x"], z, a["base"], clean.finish_delta)
+    done = finish(a["x"], z, a["base"], clean.finish_delta)
     assert np.isfinite(as_float64(done[1])).all()
 
 
 def test_a_column_reads_itself_and_the_taps_before_it_only():
     a = arrays(10, 5, 6, 3)
-    clean = conv.apply_taps(a["z"], a["base"][0], prepared(a).finish_delta)
-    poisoned = conv.apply_taps(
+    clean = apply_taps(a["z"], a["base"][0], prepared(a).finish_delta)
+    poisoned = apply_taps(
         a["z"].at[:, 2].set(jnp.nan), a["base"][0], prepared(a).finish_delta
     )
     seen = np.isnan(np.asarray(poisoned)).any(axis=(0, 2))
@@ -130,7 +134,7 @@ def test_the_base_kernel_is_the_whole_coefficient():
     a = arrays(12, 4, 3, 2)
     nothing = jnp.zeros_like(a["base"])
     delta = jnp.zeros((2, 3, 2, 3), jnp.float32)
-    assert np.array_equal(conv.finish(a["x"], a["z"], nothing, delta), a["x"])
+    assert np.array_equal(finish(a["x"], a["z"], nothing, delta), a["x"])
 
 
 def test_wrong_shapes_are_errors():
@@ -139,9 +143,9 @@ def test_wrong_shapes_are_errors():
     with pytest.raises(ValueError, match="projection"):
         prepared({**a, "projection": a["projection"][:-1]})
     with pytest.raises(ValueError, match="base"):
-        conv.apply_taps(a["z"], a["base"][0, :, :-1], delta)
+        apply_taps(a["z"], a["base"][0, :, :-1], delta)
     with pytest.raises(ValueError, match="delta"):
-        conv.apply_taps(a["z"], a["base"][0], delta[:, :-1])
+        apply_taps(a["z"], a["base"][0], delta[:, :-1])
 
 
 # batch, width, hidden, group width, taps: at the edges of a tile of 16 columns, of a step of 128
@@ -206,6 +210,18 @@ def test_the_kernels_never_read_another_row_or_a_column_before_the_block(form):
     late = {**a, "x": a["x"].at[:, 3].set(jnp.nan), "z": a["z"].at[:, 3].set(jnp.nan)}
     for new, old in zip(compiled(form, "float32")(late), clean, strict=True):
         assert np.array_equal(new[:, :3], old[:, :3])
+
+
+@FORMS
+def test_a_finish_adds_the_parts_of_a_branch(form):
+    a = arrays(48, 16, 5, 2)
+    delta = prepared(a).finish_delta
+    parts = np.random.default_rng(4).normal(size=(3, *a["z"].shape)).astype(np.float32)
+    done, wanted = (
+        conv.finish(a["x"], jnp.asarray(z), a["base"], delta, implementation=form)
+        for z in (parts, parts[0] + parts[1] + parts[2])
+    )
+    assert np.array_equal(done, wanted)
 
 
 def test_what_the_kernels_lack_is_refused():

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -203,6 +204,21 @@ def test_gates_of_their_own_product_are_the_same(form):
     joined = call(operands(shape, "bfloat16", (5, 4)), shape, form)
     apart = call(operands(shape, "bfloat16", (5, 4), apart=True), shape, form)
     np.testing.assert_array_equal(joined[0][0], apart[0][0])
+
+
+@FORMS
+def test_a_projection_in_parts_is_added_before_it_is_rounded(form):
+    """In bf16 each part alone would lose what they have in common."""
+    shape = Shape()
+    case = operands(shape, "bfloat16", (5, 4))
+    parts = np.stack([case["projected"] + 64, np.full_like(case["projected"], -64)])
+    found, inputs, delta = call(case, shape, form, projected=parts)
+    wanted = call(case, shape, form, projected=parts[0] + parts[1])
+    for one, other in zip(
+        jax.tree.leaves((inputs, delta, found)),
+        jax.tree.leaves((wanted[1], wanted[2], wanted[0])), strict=True,
+    ):
+        np.testing.assert_array_equal(one[0], other[0])
 
 
 @FORMS

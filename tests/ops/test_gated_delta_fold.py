@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.ops.gated_delta_rule import gated_delta_folds
 from dflash_jax.pallas import gated_delta_fold as fold_kernel
 from dflash_jax.pallas import gated_delta_rule as kernels
 from dflash_jax.state.decode import Rows
@@ -192,9 +193,9 @@ def test_d7_fold_of_a_layer_moves_its_convolution_history_too(read, write, form)
     conv = rng.standard_normal((SLOTS, 3, channels)).astype(jnp.bfloat16)
     pool, path = make_state(SLOTS), np.tile(ints([0, 2, 3, 5, 4, 1]), (3, 1))
     key, delta, decay = records(columns, pool[:3], form=form)
-    after = jax.jit(functools.partial(fold, implementation=form))(
-        GdnState(recurrent=jnp.asarray(pool), conv=jnp.asarray(conv)),
-        GdnRecords(key=key, delta=delta, decay=decay, conv_input=inputs),
+    (after,) = jax.jit(functools.partial(fold, implementation=form))(
+        (GdnState(recurrent=jnp.asarray(pool), conv=jnp.asarray(conv)),),
+        (GdnRecords(key=key, delta=delta, decay=decay, conv_input=inputs),),
         Rows(lane=ints(write), read_slot=ints(read), write_slot=ints(write)),
         path,
         ints(count),
@@ -207,6 +208,28 @@ def test_d7_fold_of_a_layer_moves_its_convolution_history_too(read, write, form)
     slots = ints(read), ints(write)
     moved = compiled_fold(form)(key, delta, decay, pool, path, *slots, ints(count))
     assert_same_bits(np.asarray(after.recurrent), np.asarray(moved))
+
+
+@FORMS
+def test_layers_of_a_launch_fold_apart(form, monkeypatch):
+    """Three layers in launches of up to two: each like alone, and none is left out."""
+    monkeypatch.setattr(fold_kernel, "LAYERS", 2)
+    rng, count, slots = np.random.default_rng(3), ints([2, 0]), (ints([0, 2]), ints([1, 2]))
+    path, layers = np.tile(np.arange(3, dtype=np.int32), (2, 1)), []
+    for seed in range(3):
+        pool = make_state(3) + np.float32(seed)
+        key, delta, decay = records(make_columns(2, 3), pool[:2], form=form)
+        inputs, conv = (
+            jnp.asarray(rng.normal(size=(*shape, 7)), jnp.bfloat16) for shape in ((2, 3), (3, 3))
+        )
+        layers.append((key, delta, decay, inputs, jnp.asarray(pool), conv))
+    run = jax.jit(functools.partial(gated_delta_folds, implementation=form))
+    made = run(tuple(layers), path, *slots, count)
+    assert len(made) == 3
+    for layer, (recurrent, conv) in zip(layers, made, strict=True):
+        ((alone, history),) = run((layer,), path, *slots, count)
+        assert_same_bits(np.asarray(recurrent), np.asarray(alone))
+        assert_same_bits(np.asarray(conv), np.asarray(history))
 
 
 @FORMS
@@ -239,10 +262,8 @@ def test_tiles_change_no_output_and_no_state(form, tiles):
     same(verified, verify(columns, state, CHAIN, count, chain=True, form=form), *rows)
     inputs = jnp.zeros((BATCH, WIDTH, 7), jnp.bfloat16)
     conv = jnp.zeros((BATCH, 3, 7), jnp.bfloat16)
-    moved, _ = fold_kernel.fold(
-        columns.read()[1], delta, columns.decay, inputs, state, conv, path, slot, slot, count,
-        tiles=tiles, **run
-    )
+    layer = columns.read()[1], delta, columns.decay, inputs, state, conv
+    ((moved, _),) = fold_kernel.fold((layer,), path, slot, slot, count, tiles=tiles, **run)
     same(moved, fold_records(columns, state, count, form=form), *rows)
 
 

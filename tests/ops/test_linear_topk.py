@@ -1,7 +1,5 @@
 """Fused heads choose exactly what XLA's product and selection choose, at the edges of tiles."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +11,13 @@ from tests.tolerances import FP32, as_float64, assert_close
 
 ON_GPU = [pytest.param(form, marks=pytest.mark.gpu) for form in ("pallas", "mosaic")]
 FORMS = pytest.mark.parametrize("form", ["interpret", *ON_GPU])
+# Called eagerly, each operation in them would be a program of its own to compile.
+linear_topk = jax.jit(
+    vocab.linear_topk, static_argnames=("k", "public_rows", "ids_sorted", "implementation")
+)
+linear_argmax = jax.jit(
+    vocab.linear_argmax, static_argnames=("public_rows", "logits_dtype", "implementation")
+)
 
 
 def whole_numbers(tokens, rows, width, public, dtype, seed=0):
@@ -24,15 +29,8 @@ def whole_numbers(tokens, rows, width, public, dtype, seed=0):
     return jnp.asarray(hidden, dtype), jnp.asarray(head, dtype)
 
 
-@functools.cache
-def topk(form, k, public):
-    return jax.jit(functools.partial(
-        vocab.linear_topk, k=k, public_rows=public, implementation=form
-    ))
-
-
 def chosen(form, hidden, head, k, public):
-    out = topk(form, k, public)(hidden, head)
+    out = linear_topk(hidden, head, k=k, public_rows=public, implementation=form)
     return np.asarray(out.scores), np.asarray(out.ids)
 
 
@@ -61,7 +59,7 @@ def test_topk_scores_are_those_of_the_oracle(form):
     rng = np.random.default_rng(3)
     hidden = jnp.asarray(rng.normal(size=(2, 3, 192)), jnp.bfloat16)
     head = jnp.asarray(rng.normal(size=(264, 192)), jnp.bfloat16)
-    out = vocab.linear_topk(hidden, head, k=5, public_rows=263, implementation=form)
+    out = linear_topk(hidden, head, k=5, public_rows=263, implementation=form)
     scores = oracle.scores(as_float64(hidden).reshape(6, 192), as_float64(head))
     best = [oracle.topk(row, 5, [*range(263), None]) for row in scores]
     assert np.array_equal(out.ids.reshape(6, 5), [b[1] for b in best])
@@ -75,7 +73,7 @@ def test_an_indexed_head_names_its_tokens_in_either_order_of_rows(form):
     for order, is_sorted in ((np.argsort(ids), True), (np.arange(200), False)):
         options = dict(k=9, public_rows=1, token_ids=jnp.asarray(ids[order]), ids_sorted=is_sorted)
         actual, expected = (
-            vocab.linear_topk(hidden, head[order], **options, implementation=f)
+            linear_topk(hidden, head[order], **options, implementation=f)
             for f in (form, "xla")
         )
         assert np.array_equal(actual.ids, expected.ids)
@@ -99,7 +97,7 @@ def test_argmax_is_that_of_rounded_logits(form, logits_dtype, tokens, rows, publ
     head = jnp.asarray(head, jnp.bfloat16)
     options = dict(public_rows=public, logits_dtype=logits_dtype)
     actual, expected = (
-        vocab.linear_argmax(hidden, head, **options, implementation=f) for f in (form, "xla")
+        linear_argmax(hidden, head, **options, implementation=f) for f in (form, "xla")
     )
     assert actual.dtype == jnp.int32 and np.array_equal(actual, expected)
 
@@ -114,7 +112,7 @@ def test_argmax_ties_go_to_the_lowest_row_across_blocks_and_roundings(form):
     head[5:, 2] = 0.0
     head = jnp.asarray(head, jnp.bfloat16)
     for dtype, best in (("bfloat16", 130), ("float32", 200)):
-        out = vocab.linear_argmax(
+        out = linear_argmax(
             hidden, head, public_rows=304, logits_dtype=dtype, implementation=form
         )
         assert out.tolist() == [best, 5]
@@ -125,7 +123,7 @@ def test_argmax_ties_go_to_the_lowest_row_across_blocks_and_roundings(form):
 def test_rows_without_a_choice_still_name_a_public_row(form, public):
     head = jnp.full((264, 64), jnp.nan, jnp.bfloat16)
     hidden = jnp.ones((3, 64), jnp.bfloat16)
-    out = vocab.linear_argmax(
+    out = linear_argmax(
         hidden, head, public_rows=public, logits_dtype="bfloat16", implementation=form
     )
     assert np.array_equal(out, [0, 0, 0])
@@ -134,12 +132,12 @@ def test_rows_without_a_choice_still_name_a_public_row(form, public):
 def test_what_the_fused_kernels_lack_is_refused():
     hidden, head = whole_numbers(129, 200, 64, 200, "bfloat16")
     with pytest.raises(NotImplementedError, match="linear_topk: .* 1..128 tokens, got 129"):
-        vocab.linear_topk(hidden, head, k=1, public_rows=200, implementation="interpret")
+        linear_topk(hidden, head, k=1, public_rows=200, implementation="interpret")
     with pytest.raises(NotImplementedError, match="linear_argmax: .* 1..128 tokens, got 129"):
-        vocab.linear_argmax(hidden, head, public_rows=200, logits_dtype="bfloat16",
+        linear_argmax(hidden, head, public_rows=200, logits_dtype="bfloat16",
                             implementation="pallas")
     with pytest.raises(NotImplementedError, match="linear_argmax: .* 8 and 64, got .200, 60"):
-        vocab.linear_argmax(hidden[:9, :60], head[:, :60], public_rows=200,
+        linear_argmax(hidden[:9, :60], head[:, :60], public_rows=200,
                             logits_dtype="bfloat16", implementation="mosaic")
     with pytest.raises(ValueError, match="head: expected"):
-        vocab.linear_argmax(hidden, head[:, 1:], public_rows=200, logits_dtype="bfloat16")
+        linear_argmax(hidden, head[:, 1:], public_rows=200, logits_dtype="bfloat16")

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +14,25 @@ from tests.tolerances import FP32, as_float64, assert_close
 ONE = jnp.ones((1,), jnp.float32)
 
 
+@functools.cache
+def program(blocks, **options):
+    """A selection under jit; the lengths of blocks are read when it is traced."""
+    return jax.jit(functools.partial(vocab.linear_topk, **options))
+
+
+def linear_topk(hidden, head, token_ids=None, **options):
+    # Called eagerly, each operation in it would be a program of its own to compile.
+    call = program((vocab._BLOCK, kernel.BLOCK), **options)
+    return call(hidden, head, token_ids=token_ids)
+
+
 def head_of(scores, dtype="float32"):
     return jnp.asarray(scores, dtype)[:, None]
 
 
 def topk_of(scores, k, **kwargs):
     kwargs.setdefault("public_rows", len(scores))
-    out = vocab.linear_topk(ONE, head_of(scores), k=k, **kwargs)
+    out = linear_topk(ONE, head_of(scores), k=k, **kwargs)
     return out.scores.tolist(), out.ids.tolist()
 
 
@@ -36,7 +50,7 @@ def test_topk_equals_a_sort_of_fp32_scores(short_blocks, dtype, rows, public, k)
     rng = np.random.default_rng(rows)
     hidden = jnp.asarray(rng.normal(size=(2, 3, 12)), dtype)
     head = jnp.asarray(rng.normal(size=(rows, 12)), dtype)
-    out = vocab.linear_topk(hidden, head, k=k, public_rows=public, implementation=short_blocks)
+    out = linear_topk(hidden, head, k=k, public_rows=public, implementation=short_blocks)
     assert out.scores.dtype == jnp.float32 and out.ids.dtype == jnp.int32
     scores = oracle.scores(as_float64(hidden).reshape(6, 12), as_float64(head))
     ids = [i if i < public else None for i in range(rows)]
@@ -104,7 +118,7 @@ def test_the_kernel_keeps_what_a_sort_keeps_at_the_edges_of_its_blocks(rows, for
     """Few distinct scores: ties run across blocks."""
     scores = np.random.default_rng(rows).integers(-3, 3, (3, rows)).astype(np.float32)
     hidden = np.eye(3, dtype=np.float32)
-    out = vocab.linear_topk(hidden, jnp.asarray(scores.T), k=16, public_rows=rows - 5,
+    out = linear_topk(hidden, jnp.asarray(scores.T), k=16, public_rows=rows - 5,
                             implementation=form)
     ids = [i if i < rows - 5 else None for i in range(rows)]
     best = [oracle.topk(row.astype(np.float64), 16, ids) for row in scores]

@@ -37,9 +37,9 @@ def records():
 def folded(counts, path=None, rows=(2, 0)):
     path = np.tile(np.arange(COLUMNS), (2, 1)) if path is None else np.array(path)
     return fold(
-        state(), records(), Rows.of(rows), jnp.array(path.astype(np.int32)),
+        (state(),), (records(),), Rows.of(rows), jnp.array(path.astype(np.int32)),
         jnp.array(np.array(counts, np.int32)), implementation="auto",
-    )
+    )[0]
 
 
 def test_no_columns_leave_every_byte():
