@@ -24,14 +24,14 @@ _CHANNELS = 256  # of the convolution's history that a program's warp moves
 
 
 def tiles_of(states: int, columns: int, interpret: bool) -> Tiles:
-    """For so many rows of all layers, whole rows of a state, since entries do not meet. Where few
-    programs wait for memory, they wait once, with all columns' records on the way; the last group
-    runs whole, whatever of it has been accepted."""
+    """For so many rows of all layers. The programs of one wait for memory once, with the records of
+    all columns on the way; for many the code is short, since it is there for every layer. The last
+    group runs whole, whatever of it has been accepted."""
     if interpret:
         return Tiles(ahead=False)
-    if states < 4:
+    if states == 1:
         return Tiles(value_dim=8 if columns == 1 else 4, columns=8, depth=128, ahead=False)
-    return Tiles(value_dim=16, columns=2, depth=128, ahead=False)
+    return Tiles(value_dim=8, columns=2, ahead=False)
 
 
 @shared("interpret", "tiles")

@@ -278,8 +278,7 @@ def test_a_group_of_columns_that_reaches_past_the_last_one_leaves_it_alone(width
     expected = verify(columns, state, CHAIN[:1, :width], live, chain=True, form="xla")
     assert_close(verified, expected, FP32)
     inputs, conv = (jnp.zeros((1, n, 7), jnp.bfloat16) for n in (width, 3))
-    moved, _ = fold_kernel.fold(
-        columns.read()[1], delta, columns.decay, inputs, state, conv,
-        np.arange(width, dtype=np.int32)[None], zero, zero, live, **how,
-    )
+    layer = columns.read()[1], delta, columns.decay, inputs, state, conv
+    path = np.arange(width, dtype=np.int32)[None]
+    ((moved, _),) = fold_kernel.fold((layer,), path, zero, zero, live, **how)
     assert_close(moved, fold_records(columns, state, live), FP32)
