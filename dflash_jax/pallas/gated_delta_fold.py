@@ -23,12 +23,15 @@ LAYERS = 6  # of a launch: one row's programs fill an H200; code and compile tim
 _CHANNELS = 256  # of the convolution's history that a program's warp moves
 
 
-def tiles_of(batch: int, columns: int, interpret: bool) -> Tiles:
-    """As in verification; the last group runs whole, whatever of it has been accepted."""
-    many = columns > 1 and not interpret
-    if batch == 1:
-        return Tiles(value_dim=8, columns=2 if many else 1, ahead=False)
-    return Tiles(value_dim=16, ahead=many)
+def tiles_of(states: int, columns: int, interpret: bool) -> Tiles:
+    """For so many rows of all layers. The programs of one wait for memory once, with the records of
+    all columns on the way; for many the code is short, since it is there for every layer. The last
+    group runs whole, whatever of it has been accepted."""
+    if interpret:
+        return Tiles(ahead=False)
+    if states == 1:
+        return Tiles(value_dim=8 if columns == 1 else 4, columns=8, depth=128, ahead=False)
+    return Tiles(value_dim=8, columns=2, ahead=False)
 
 
 @shared("interpret", "tiles")
@@ -45,7 +48,7 @@ def fold(layers, path, read_slot, write_slot, count, *, interpret, tiles=None):
     """
     key, delta, _, _, recurrent, conv = layers[0]
     batch, columns, value_heads, value_dim = delta.shape
-    tiles = tiles or tiles_of(batch, columns, interpret)
+    tiles = tiles or tiles_of(batch * len(layers), columns, interpret)
     frame = Frame.of(tiles, value_dim, key.shape[3], interpret)
     slots, parts, each = recurrent.shape[0], value_dim // frame.rows, len(layers[0])
     # Behind the heads come programs for the convolution's history.

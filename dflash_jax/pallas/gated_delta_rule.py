@@ -52,7 +52,7 @@ class Tiles:
         many = columns > 1 and not interpret
         if batch == 1:
             return cls(value_dim=8, columns=2 if many else 1, ahead=many)
-        return cls(value_dim=16, ahead=many)
+        return cls(value_dim=16, depth=16 if many else 32, ahead=many)
 
     def group(self, columns: int) -> int:
         """Columns of each of equally large groups."""
@@ -75,7 +75,8 @@ class Frame:
         """In interpret mode all rows in one piece: fewer operations."""
         if interpret:
             return cls(value_dim, key_dim, value_dim, key_dim, tiles.num_warps, interpret)
-        rows, depth = min(tiles.value_dim, value_dim), min(tiles.depth, key_dim)
+        depth = min(tiles.depth, key_dim)
+        rows = min(max(tiles.value_dim, 128 // depth), value_dim)
         warps = min(tiles.num_warps, rows * depth // 128)
         return cls(rows, key_dim, 128 * warps // depth, depth, warps, interpret)
 

@@ -180,10 +180,9 @@ def test_dead_columns_and_slots_of_others_never_matter(width, poison, form):
 
 
 @FORMS
-@pytest.mark.parametrize("width", [5, 12])
-def test_a_prefill_reads_the_same_before_the_norm(width, form):
-    shape = Shape(width=width)
-    case = operands(shape, "bfloat16", (width, width))
+def test_a_prefill_reads_the_same_before_the_norm(form):
+    shape = Shape(width=12)
+    case = operands(shape, "bfloat16", (12, 12))
     values = (jnp.asarray(case[name]) for name in
               ("projected", "conv", "taps", "a_log", "dt_bias", "slot", "parent"))
     projected, *rest = values

@@ -272,9 +272,13 @@ def test_tiles_change_no_output_and_no_state(form, tiles):
 def test_a_group_of_columns_that_reaches_past_the_last_one_leaves_it_alone(width, form):
     """One row of an odd width: a device takes its columns by twos."""
     columns, state, live = make_columns(1, width), make_state(1), ints([width])
-    verified, _ = kernels.verify(
-        *columns.read(), state, ints([0]), None, live, interpret=form == "interpret",
-        tiles=kernels.Tiles(columns=2),
-    )
+    how = {"interpret": form == "interpret", "tiles": kernels.Tiles(columns=2)}
+    zero = ints([0])
+    verified, delta = kernels.verify(*columns.read(), state, zero, None, live, **how)
     expected = verify(columns, state, CHAIN[:1, :width], live, chain=True, form="xla")
     assert_close(verified, expected, FP32)
+    inputs, conv = (jnp.zeros((1, n, 7), jnp.bfloat16) for n in (width, 3))
+    layer = columns.read()[1], delta, columns.decay, inputs, state, conv
+    path = np.arange(width, dtype=np.int32)[None]
+    ((moved, _),) = fold_kernel.fold((layer,), path, zero, zero, live, **how)
+    assert_close(moved, fold_records(columns, state, live), FP32)

@@ -317,7 +317,7 @@ CASES = (
     choice(3, 5, 2, 48, F32),
     kv_write_case(1, 8, 16, 4, 256), kv_write_case(8, 5, 2, 2, 128),
     fold(1, 8, 16, 48, 128, layers=6), fold(8, 16, 16, 32, 128, layers=2),
-    fold(1, 16, 16, 32, 128), fold(2, 5, 1, 3, 16),
+    fold(1, 16, 16, 32, 128), fold(2, 5, 1, 3, 16), fold(1, 5, 1, 3, 16),
     delta_prefill(1, 1024, 16, 48, 128, 128), delta_prefill(8, 1024, 16, 32, 128, 128),
     delta_prefill(3, 130, 1, 3, 16, 32), delta_prefill(2, 65, 2, 4, 128, 16, F32),
     delta_block(1, 8, 16, 48, 128, own_gates=True), delta_block(1, 5, 16, 48, 128, own_gates=True),
