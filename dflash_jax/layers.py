@@ -10,9 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from dflash_jax.ops.block_scaled_linear import BlockScale, block_scaled_linear
+from dflash_jax.ops.block_scaled_linear import (
+    BlockScale,
+    block_scaled_linear,
+    block_scaled_parts,
+)
 from dflash_jax.ops.linear import linear
 from dflash_jax.ops.norm import add_rmsnorm, offset_rmsnorm, plain_rmsnorm
+from dflash_jax.ops.skinny_linear import skinny_parts
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 # Random float8 values are this much larger than those of a dense matrix, and their scales this much
@@ -60,6 +65,11 @@ class Linear(nn.Module):
         """
         return _product(self, x, out_dtype, implementation)
 
+    def parts(self, x, implementation="auto"):
+        """[..., inputs] -> [parts, ..., outputs] fp32, whose sum is the product: for a kernel that
+        adds them, as that of `RMSNorm.after` does."""
+        return _parts(self, x, implementation)
+
 
 class FusedLinear(nn.Module):
     """Several products of one input in one matrix; `segments` names its row ranges in order.
@@ -90,6 +100,10 @@ class FusedLinear(nn.Module):
         """[..., inputs] -> [..., rows of all segments] out_dtype."""
         return _product(self, x, out_dtype, implementation)
 
+    def parts(self, x, implementation="auto"):
+        """[..., inputs] -> [parts, ..., rows of all segments] fp32; see `Linear.parts`."""
+        return _parts(self, x, implementation)
+
 
 def _matrix(module, rows, *pieces):
     """Declares a module's kernel and, if it is block-scaled, its scale; else None."""
@@ -111,6 +125,12 @@ def _product(module, x, out_dtype, implementation):
     )
 
 
+def _parts(module, x, implementation):
+    if module.block is None:
+        return skinny_parts(x, module.kernel, implementation=implementation)
+    return block_scaled_parts(x, module.kernel, module.scale, implementation=implementation)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis; `offset` scales by 1 + weight (target norms)."""
 
@@ -130,7 +150,7 @@ class RMSNorm(nn.Module):
     def after(self, x, branch, implementation="auto"):
         """The residual x [..., width] joined by a branch, and the norm of the sum, in x's dtype.
 
-        A branch of None adds nothing; see `add_rmsnorm`.
+        A branch of None adds nothing, one of `Linear.parts` is summed first; see `add_rmsnorm`.
         """
         if branch is None:
             return x, self(x).astype(x.dtype)
@@ -163,6 +183,13 @@ class SwiGlu(nn.Module):
 
     def __call__(self, x, out_dtype, implementation="auto"):
         """[..., hidden] -> [..., hidden] out_dtype; the product has x's dtype. See `Linear`."""
+        return self.down(self._inner(x, implementation), out_dtype, implementation)
+
+    def parts(self, x, implementation="auto"):
+        """[..., hidden] -> [parts, ..., hidden] fp32; see `Linear.parts`."""
+        return self.down.parts(self._inner(x, implementation), implementation)
+
+    def _inner(self, x, implementation):
         parts = self.gate_up(x, x.dtype if self.rounded else jnp.float32, implementation)
         gate, up = parts["gate"].astype(jnp.float32), parts["up"].astype(jnp.float32)
-        return self.down((jax.nn.silu(gate) * up).astype(x.dtype), out_dtype, implementation)
+        return (jax.nn.silu(gate) * up).astype(x.dtype)

@@ -64,18 +64,18 @@ class DraftAttention(nn.Module):
         self.key_norm = RMSNorm(config.head_dim, config.norm_eps, offset=False)
         self.output = Linear(config.hidden, query, param)
 
-    def __call__(self, x, columns: DraftColumns, store, out_dtype):
-        """x [B, W, H], and this layer's `KVRing` or `KVPages` -> [B, W, H] out_dtype.
+    def __call__(self, x, columns: DraftColumns, store):
+        """x [B, W, H] and this layer's `KVRing` or `KVPages` -> [parts, B, W, H] fp32, to be added.
 
         In training the store is a `KVSequence` of fewer sequences than blocks.
         """
         config, dtype = self.config, self.dtypes.activation_dtype
         heads = norm_rope(
-            self.qkv.joined(x, jnp.float32), self.query_norm.weight, self.key_norm.weight,
-            columns.positions, heads=(config.query_heads, config.kv_heads), gated=False,
-            eps=config.norm_eps, offset=False, theta=config.rope_theta,
-            rounded=config.kind == DraftKind.DFLASH, dtypes=(dtype,) * 3,
-            implementation=self.implementation,
+            self.qkv.parts(x, self.implementation), self.query_norm.weight,
+            self.key_norm.weight, columns.positions,
+            heads=(config.query_heads, config.kv_heads), gated=False, eps=config.norm_eps,
+            offset=False, theta=config.rope_theta, rounded=config.kind == DraftKind.DFLASH,
+            dtypes=(dtype,) * 3, implementation=self.implementation,
         )
         query, key, value = heads.query, heads.key, heads.value
         causal, scale = config.causal[self.layer], config.head_dim**-0.5
@@ -97,4 +97,5 @@ class DraftAttention(nn.Module):
                 columns.live, block_mask="causal" if causal else "full", scale=scale,
                 implementation=self.implementation,
             )
-        return self.output(mixed.reshape(*x.shape[:2], -1).astype(dtype), out_dtype)
+        mixed = mixed.reshape(*x.shape[:2], -1).astype(dtype)
+        return self.output.parts(mixed, self.implementation)

@@ -34,7 +34,7 @@ class GroupedConv(nn.Module):
         )
 
     def finish(self, residual, branch, finish_delta):
-        """residual + Conv_1(branch), branch [B, W, H] fp32."""
+        """residual + Conv_1(branch), branch [parts, B, W, H] fp32."""
         return finish(
             residual, branch, self.base, finish_delta, implementation=self.implementation
         )

@@ -57,16 +57,16 @@ class DraftLayer(nn.Module):
         if self.config.kind == DraftKind.DFLASH2:
             return self._convolved(x, columns, store), None
         x, normed = self.input_norm.after(x, branch, self.implementation)
-        mixed = self.attention(normed, columns, store, "float32")
+        mixed = self.attention(normed, columns, store)
         y, normed = self.post_norm.after(x, mixed, self.implementation)
-        return y, self.mlp(normed, "float32")
+        return y, self.mlp.parts(normed, self.implementation)
 
     def _convolved(self, x, columns, store):
         branch = self.attention_conv.prepare(x, self.input_norm.weight)
-        mixed = self.attention(branch.prepared, columns, store, "float32")
+        mixed = self.attention(branch.prepared, columns, store)
         y = self.attention_conv.finish(x, mixed, branch.finish_delta)
         branch = self.mlp_conv.prepare(y, self.post_norm.weight)
-        mixed = self.mlp(branch.prepared, "float32")
+        mixed = self.mlp.parts(branch.prepared, self.implementation)
         return self.mlp_conv.finish(y, mixed, branch.finish_delta)
 
 

@@ -58,6 +58,12 @@ def block_scaled_linear(x, kernel, scale, out_dtype, *, implementation="auto"):
       first; the kernel multiplies float8 values exactly and scales the fp32 sum of each block.
     Raises: ValueError for shapes or dtypes; NotImplementedError if a named kernel lacks the case.
     """
+    parts = block_scaled_parts(x, kernel, scale, implementation=implementation)
+    return (parts[0] if len(parts) == 1 else jnp.sum(parts, axis=0)).astype(out_dtype)
+
+
+def block_scaled_parts(x, kernel, scale, *, implementation="auto"):
+    """Summands [parts, ..., out] fp32 of `block_scaled_linear`, as `skinny_parts` leaves them."""
     if kernel.ndim != 2 or x.shape[-1] != kernel.shape[1]:
         raise ValueError(f"kernel: expected [out, {x.shape[-1]}], got {kernel.shape}")
     check_scale(kernel, scale)
@@ -66,11 +72,11 @@ def block_scaled_linear(x, kernel, scale, out_dtype, *, implementation="auto"):
         "block_scaled_linear", implementation, _lacking(rows, kernel, scale), auto_gpu="pallas"
     )
     if form == "xla":
-        return linear(x, dequantise(kernel, scale, x.dtype), out_dtype)
-    product = pallas.product(
+        return linear(x, dequantise(kernel, scale, x.dtype), jnp.float32)[None]
+    parts = pallas.parts(
         rows, kernel, scale.values, columns=scale.columns, interpret=form == "interpret"
     )
-    return product.reshape(*x.shape[:-1], -1).astype(out_dtype)
+    return parts.reshape(-1, *x.shape[:-1], kernel.shape[0])
 
 
 def check_scale(kernel, scale) -> None:

@@ -10,7 +10,7 @@ from flax import struct
 
 from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.ops.linear import linear, linear_split
-from dflash_jax.ops.norm import plain_rmsnorm
+from dflash_jax.ops.norm import added, plain_rmsnorm
 from dflash_jax.ops.rounding import round_to
 from dflash_jax.pallas import dynamic_grouped_conv as kernel
 
@@ -75,7 +75,8 @@ def finish(residual, z, base, finish_delta, *, implementation="auto"):
 
     Args:
       residual:     [B, W, H] float.
-      z:            [B, W, H] fp32, the branch's projected output, unrounded.
+      z:            [B, W, H] fp32, the branch's projected output, unrounded, or parts of it as
+        `skinny_parts` leaves them.
       base:         [2, taps, H] float.
       finish_delta: [B, W, taps, H/G] float, from prepare of the same branch.
       implementation: as in `prepare`. Static.
@@ -84,12 +85,16 @@ def finish(residual, z, base, finish_delta, *, implementation="auto"):
     Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 5.5.
     """
-    if residual.shape != z.shape:
-        raise ValueError(f"z: expected {residual.shape}, got {z.shape}")
-    _check_taps(z.shape, base[1], finish_delta.shape)
-    form = _form(z, implementation)
+    parts = z if z.ndim > residual.ndim else z[None]
+    if residual.shape != parts.shape[1:] or z.dtype != jnp.float32:
+        raise ValueError(
+            f"z: expected float32 {residual.shape}, or parts of it, got {z.dtype} {z.shape}"
+        )
+    _check_taps(residual.shape, base[1], finish_delta.shape)
+    form = _form(residual, implementation)
     if form != "xla":
-        return kernel.finish(residual, z, base, finish_delta, interpret=form == "interpret")
+        return kernel.finish(residual, parts, base, finish_delta, interpret=form == "interpret")
+    z = added(parts)
     total = residual.astype(jnp.float32) + apply_taps(z, base[1], finish_delta)
     return total.astype(residual.dtype)
 

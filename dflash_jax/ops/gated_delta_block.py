@@ -6,8 +6,8 @@ from flax import struct
 
 from dflash_jax.ops.causal_conv1d import causal_conv1d_silu
 from dflash_jax.ops.dispatch import choose_form
-from dflash_jax.ops.gated_delta_rule import gated_delta_verify
-from dflash_jax.ops.norm import gated_rmsnorm
+from dflash_jax.ops.gated_delta_rule import gated_delta_verify, unit_vectors
+from dflash_jax.ops.norm import added, gated_rmsnorm
 from dflash_jax.pallas import gated_delta_block as kernel
 
 
@@ -15,7 +15,8 @@ from dflash_jax.pallas import gated_delta_block as kernel
 class DeltaInputs:
     """What the recurrence reads, per column.
 
-    query, key: [B, W, Hk, Dk], after convolution and SiLU, before the L2 norm.
+    query, key: [B, W, Hk, Dk], after convolution and SiLU; for verification in fp32 as
+      `unit_vectors` makes them of those, for a prefill before the L2 norm.
     value:      [B, W, Hv, Dv].
     decay:      [B, W, Hv, 2] fp32, {g, beta}.
     conv_input: [B, W, channels], the projected columns.
@@ -29,7 +30,7 @@ class DeltaInputs:
 
 
 def gated_delta_inputs(
-    projected, gates, history, taps, a_log, dt_bias, parent, *, key_heads, heads, chain
+    projected, gates, history, taps, a_log, dt_bias, parent, *, key_heads, heads, chain, unit
 ) -> DeltaInputs:
     """Convolution, SiLU and gates of projected columns.
 
@@ -38,7 +39,7 @@ def gated_delta_inputs(
       gates:     [B, W, 2 * Hv] fp32, rows a and b.
       history:   [B, kernel - 1, channels], the dtype of all activations.
       taps, parent, chain: as in `causal_conv1d_silu`. a_log, dt_bias: [Hv] fp32.
-      key_heads: Hk. heads: (Hv, Dv, Dk). Static.
+      key_heads: Hk. heads: (Hv, Dv, Dk). unit: whether to normalise queries and keys. Static.
     Source: contracts 6.3.4.
     """
     value_heads, value_dim, key_dim = heads
@@ -46,11 +47,13 @@ def gated_delta_inputs(
     conv_input = projected[..., : 2 * keys + value_heads * value_dim].astype(dtype)
     mixed = causal_conv1d_silu(conv_input, history, taps, parent, chain=chain).astype(dtype)
     query, key, value = jnp.split(mixed, [keys, 2 * keys], axis=-1)
+    query, key = (x.reshape(*shape, key_heads, key_dim) for x in (query, key))
+    query, key = unit_vectors(query, key) if unit else (query, key)
     a, b = jnp.split(gates, 2, axis=-1)
     rate = jnp.exp(a_log) * jax.nn.softplus(a + dt_bias)
     return DeltaInputs(
-        query=query.reshape(*shape, key_heads, key_dim),
-        key=key.reshape(*shape, key_heads, key_dim),
+        query=query,
+        key=key,
         value=value.reshape(*shape, value_heads, value_dim),
         decay=jnp.stack([-rate, jax.nn.sigmoid(b)], axis=-1),
         conv_input=conv_input,
@@ -58,15 +61,16 @@ def gated_delta_inputs(
 
 
 def block_inputs(
-    projected, gates, conv, taps, a_log, dt_bias, slot, parent, *, key_heads, heads, chain,
+    projected, gates, conv, taps, a_log, dt_bias, slot, parent, *, key_heads, heads, chain, unit,
     implementation,
 ) -> DeltaInputs:
     """`gated_delta_inputs` in the form that fits, by the histories' pool; arguments as in
     `gated_delta_block`."""
+    projected, gates = _in_parts(projected), None if gates is None else _in_parts(gates)
     value_heads, value_dim, key_dim = heads
     sizes = kernel.Sizes(
-        width=projected.shape[1], key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
-        value_dim=value_dim, taps=taps.shape[1],
+        width=projected.shape[2], key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
+        value_dim=value_dim, taps=taps.shape[1], unit=unit,
     )
     form = _choose(implementation, sizes) if chain else "xla"
     wide = sizes.channels + sizes.values
@@ -77,8 +81,9 @@ def block_inputs(
             interpret=form == "interpret",
         ))
     return gated_delta_inputs(
-        projected, gate_rows[..., first_gate:], conv[jnp.minimum(slot, len(conv) - 1)], taps,
-        a_log, dt_bias, parent, key_heads=key_heads, heads=heads, chain=chain,
+        added(projected), added(gate_rows[..., first_gate:]),
+        conv[jnp.minimum(slot, len(conv) - 1)], taps, a_log, dt_bias, parent,
+        key_heads=key_heads, heads=heads, chain=chain, unit=unit,
     )
 
 
@@ -98,6 +103,7 @@ def gated_delta_block(
     Args:                                                                  (B rows, W columns)
       projected:  [B, W, channels + Hv * Dv (+ 2 * Hv)] fp32, rows q, k, v, z (, a, b).
       gates:      [B, W, 2 * Hv] fp32, rows a and b; None: the last rows of `projected`.
+        Either may be in parts [_, B, W, ...] that are added first, see `skinny_parts`.
       conv:       [slots, kernel - 1, channels], committed inputs, the dtype of all activations.
       taps:       [channels, kernel]. a_log, dt_bias: [Hv]. weight: [Dv]. All fp32.
       recurrent:  [slots, Hv, Dv, Dk] fp32, committed states.
@@ -107,8 +113,8 @@ def gated_delta_block(
       implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernels. Static. Trees
         have a kernel for the recurrence alone (`gated_delta_verify`).
     Returns:
-      output [B, W, Hv * Dv] in conv's dtype, of columns below live; and `DeltaInputs`, whose
-      columns >= live hold anything.
+      output [B, W, Hv * Dv] in conv's dtype, of columns below live; and, whose columns >= live hold
+      anything, `DeltaInputs` and the deltas of `gated_delta_verify`.
     Numeric: rounded to conv's dtype where contracts 6.3.4 says so, else fp32.
     Effects: none. Columns >= live may hold anything and never reach columns below.
     Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
@@ -127,18 +133,24 @@ def gated_delta_block(
         )
     inputs = block_inputs(
         projected, gates, conv, taps, a_log, dt_bias, slot, parent, key_heads=key_heads,
-        heads=heads, chain=chain, implementation=implementation,
+        heads=heads, chain=chain, unit=True, implementation=implementation,
     )
-    mixed = gated_delta_verify(
+    mixed, delta = gated_delta_verify(
         inputs.query, inputs.key, inputs.value, inputs.decay, recurrent, slot, parent, live,
         chain=chain, implementation=implementation,
     )
-    return close_heads(mixed, projected[..., channels:wide], weight, eps, conv.dtype), inputs
+    gate = added(_in_parts(projected)[..., channels:wide])
+    output = close_heads(mixed, gate, weight, eps, conv.dtype)
+    return output, inputs, delta
+
+
+def _in_parts(x):
+    return x if x.ndim == 4 else x[None]
 
 
 def _choose(implementation: str, sizes: kernel.Sizes) -> str:
-    lacking = None if kernel.supports(sizes.taps, sizes.keys, sizes.values) else (
-        f"two taps or more, and keys and values in multiples of 16 channels; got taps "
-        f"{sizes.taps}, keys {sizes.keys}, values {sizes.values}"
+    lacking = None if sizes.supported() else (
+        f"two taps or more, power-of-two keys of at least 16 and values in multiples of 16 "
+        f"channels; got taps {sizes.taps}, key {sizes.key_dim}, values {sizes.values}"
     )
     return choose_form("gated_delta_block", implementation, lacking, auto_gpu="pallas")

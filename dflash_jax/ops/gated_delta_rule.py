@@ -6,11 +6,12 @@ Per value head, with decay alpha = exp(g), normalised k and q, and state M [Dv, 
     M    <- alpha * M + delta k^T
     o     = (M q) / sqrt(Dk)
 
-Verification never writes M; it leaves records (raw k, raw v, g, beta), and the fold replays the
-accepted ones with the same step. That makes the folded state equal to verification's own trajectory
-bit for bit: in XLA's form because both are a loop of the same form (a loop and an unrolled chain
-are not equal there, nor are two unrolled chains on a GPU), in the kernels because both do the same
-operations on the same tile. Source: contracts 6.3.4, 6.3.5 and 9.3.
+Verification never writes M; it leaves records (normalised k, delta, g), and the fold adds the
+accepted increments as verification did. No sum is left to it, so that the folded state equals
+verification's own trajectory bit for bit: in XLA's form because both are a loop of the same form (a
+loop and an unrolled chain are not equal there, nor are two unrolled chains on a GPU), in the
+kernels because both round each product and sum of an entry in the same way.
+Source: contracts 6.3.4, 6.3.5 and 9.3.
 """
 
 import functools
@@ -22,6 +23,7 @@ from jax import lax
 from dflash_jax.ops.causal_conv1d import shift_history
 from dflash_jax.ops.dispatch import choose, choose_form
 from dflash_jax.ops.norm import l2norm
+from dflash_jax.pallas import gated_delta_fold as fold_kernel
 from dflash_jax.pallas import gated_delta_prefill as prefill_kernels
 from dflash_jax.pallas import gated_delta_rule as kernels
 
@@ -38,7 +40,7 @@ def gated_delta_verify(
     """Outputs of the recurrence along each column's root path; the state is read, not written.
 
     Args:                                                                  (B rows, W columns)
-      query, key: [B, W, Hk, Dk], after convolution and SiLU, not yet normalised.
+      query, key: [B, W, Hk, Dk] fp32, normalised, as `unit_vectors` makes them.
       value:      [B, W, Hv, Dv].
       decay:      [B, W, Hv, 2] fp32, {g, beta}.
       recurrent:  [slots, Hv, Dv, Dk] fp32, committed states.
@@ -49,11 +51,15 @@ def gated_delta_verify(
       implementation: "xla", "pallas", "interpret" or "auto". Static; the fold must use the same
         one. "auto" takes the kernel on a GPU where it fits.
     Returns:
-      [B, W, Hv, Dv] fp32; columns >= live are exactly zero.
+      outputs and, for the fold, deltas, both [B, W, Hv, Dv] fp32. Outputs of columns >= live are
+      exactly zero, their deltas anything.
+    Numeric: fp32; alpha M k is taken as alpha (M k).
     Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 6.3.4 and 8.4.
     """
     _check(key, value, decay, recurrent)
+    if query.dtype != jnp.float32 or key.dtype != jnp.float32:
+        raise ValueError(f"query, key: expected float32, got {query.dtype}, {key.dtype}")
     form = _choose(implementation, key, value)
     if form != "xla":
         return kernels.verify(
@@ -63,19 +69,21 @@ def gated_delta_verify(
     state = recurrent[jnp.minimum(slot, recurrent.shape[0] - 1)]
     inputs = {"query": query, "key": key, "value": value, "decay": decay}
     inputs = {name: jnp.moveaxis(x, 1, 0) for name, x in inputs.items()}
-    outputs = _along_chain(inputs, state) if chain else _along_tree(inputs, state, parent)
+    made = _along_chain(inputs, state) if chain else _along_tree(inputs, state, parent)
+    outputs, deltas = (jnp.moveaxis(x, 0, 1) for x in made)
     alive = (jnp.arange(key.shape[1])[None, :] < live[:, None])[:, :, None, None]
-    return jnp.where(alive, jnp.moveaxis(outputs, 0, 1), 0.0)
+    return jnp.where(alive, outputs, 0.0), deltas
 
 
 def gated_delta_fold(
-    key, value, decay, conv_input, recurrent, conv, path, read_slot, write_slot, count, *,
+    key, delta, decay, conv_input, recurrent, conv, path, read_slot, write_slot, count, *,
     implementation="auto",
 ):
     """Applies the first `count` records of each row, in path order, to its state and history.
 
     Args:                                                                  (B rows, W columns)
-      key, value, decay: records, as in `gated_delta_verify`.
+      key, decay: records, as in `gated_delta_verify`; beta is not read.
+      delta:      [B, W, Hv, Dv] fp32, records that `gated_delta_verify` made.
       conv_input: [B, W, channels], records of the convolution.
       recurrent:  [slots, Hv, Dv, Dk] fp32; donate it in the enclosing jit.
       conv:       [slots, kernel - 1, channels], dtype of conv_input; donate it too.
@@ -89,21 +97,47 @@ def gated_delta_fold(
     Raises: ValueError for shapes or dtypes.
     Source: contracts 9.3.
     """
-    _check(key, value, decay, recurrent)
-    if conv.shape[2] != conv_input.shape[2] or conv.dtype != conv_input.dtype:
-        raise ValueError(
-            f"conv: expected {conv_input.dtype} [slots, kernel - 1, {conv_input.shape[2]}], got "
-            f"{conv.dtype} {conv.shape}"
-        )
-    form = _choose(implementation, key, value)
-    if form != "xla":
-        return kernels.fold(
-            key, value, decay, conv_input, recurrent, conv, path, read_slot, write_slot, count,
-            interpret=form == "interpret",
-        )
+    layer = key, delta, decay, conv_input, recurrent, conv
+    return gated_delta_folds(
+        (layer,), path, read_slot, write_slot, count, implementation=implementation
+    )[0]
 
+
+def gated_delta_folds(
+    layers, path, read_slot, write_slot, count, *, implementation="auto"
+):
+    """`gated_delta_fold` of layers that are alike: the kernel takes several of them a launch.
+
+    Args: as there, with a tuple (key, delta, decay, conv_input, recurrent, conv) a layer.
+    Returns: (recurrent, conv) of each. Raises: as there.
+    """
+    for key, delta, decay, conv_input, recurrent, conv in layers:
+        _check(key, delta, decay, recurrent)
+        if conv.shape[2] != conv_input.shape[2] or conv.dtype != conv_input.dtype:
+            raise ValueError(
+                f"conv: expected {conv_input.dtype} [slots, kernel - 1, {conv_input.shape[2]}], "
+                f"got {conv.dtype} {conv.shape}"
+            )
+    if not layers:
+        return ()
+    form = _choose(implementation, *layers[0][:2])
+    rows = path, read_slot, write_slot, count
+    if form == "xla":
+        return tuple(_fold(*layer, *rows) for layer in layers)
+    folded, launches = [], -(-len(layers) // fold_kernel.LAYERS)
+    for index in range(launches):  # of nearly as many layers each
+        first, end = (len(layers) * i // launches for i in (index, index + 1))
+        folded += fold_kernel.fold(layers[first:end], *rows, interpret=form == "interpret")
+    return tuple(folded)
+
+
+def _fold(
+    key, delta, decay, conv_input, recurrent, conv, path, read_slot, write_slot, count
+):
+    """`gated_delta_fold` in XLA."""
     def step(state, column):
-        moved = _advance(state, column["key"], column["value"], column["decay"])
+        k = _per_value_head(column["key"], state.shape[1])
+        moved = _moved(state, _alpha(column["decay"]), column["delta"], k)
         applies = (column["index"] < count)[:, None, None, None]
         return jnp.where(applies, moved, state), None
 
@@ -112,7 +146,7 @@ def gated_delta_fold(
         return jnp.moveaxis(taken, 1, 0)
 
     inputs = {name: in_path_order(x) for name, x in
-              (("key", key), ("value", value), ("decay", decay))}
+              (("key", key), ("delta", delta), ("decay", decay))}
     inputs["index"] = jnp.arange(path.shape[1], dtype=jnp.int32)
     slots = recurrent.shape[0]
     source, target = jnp.minimum(read_slot, slots - 1), jnp.where(count > 0, write_slot, slots)
@@ -207,44 +241,61 @@ def _solve_blocks(k, v, g, beta):
     return {"free": free, "pull": pull, "ratio": ratio, "growth": growth, "key": k}
 
 
+def unit_vectors(query, key):
+    """query / (|query| sqrt(Dk)) and key / |key| as `gated_delta_verify` takes them, in fp32."""
+    return l2norm(query) * key.shape[-1] ** -0.5, l2norm(key)
+
+
 def _along_chain(inputs: dict, state):
-    """Outputs [W, B, Hv, Dv] of columns that follow one another."""
+    """Outputs and deltas [W, B, Hv, Dv] of columns that follow one another."""
     def step(state, column):
-        state = _advance(state, column["key"], column["value"], column["decay"])
-        return state, _read(state, column["query"])
+        state, delta = _advance(state, column["key"], column["value"], column["decay"])
+        return state, (_read(state, column["query"]), delta)
 
     return lax.scan(step, state, inputs)[1]
 
 
 def _along_tree(inputs: dict, state, parent):
-    """Outputs [W, B, Hv, Dv]; keeps one state per column, entry c + 1 for column c."""
+    """Outputs and deltas [W, B, Hv, Dv]; keeps one state per column, entry c + 1 for column c."""
     columns, rows = parent.shape[1], jnp.arange(parent.shape[0])
 
     def visit(index, carry):
-        states, outputs = carry
+        states, outputs, deltas = carry
         column = {name: x[index] for name, x in inputs.items()}
         above = jnp.where(index == 0, 0, parent[:, index] + 1)
-        moved = _advance(states[above, rows], column["key"], column["value"], column["decay"])
+        moved, delta = _advance(
+            states[above, rows], column["key"], column["value"], column["decay"]
+        )
         out = _read(moved, column["query"])
-        return states.at[index + 1].set(moved), outputs.at[index].set(out)
+        return (
+            states.at[index + 1].set(moved), outputs.at[index].set(out), deltas.at[index].set(delta)
+        )
 
     states = jnp.zeros((columns + 1, *state.shape), jnp.float32).at[0].set(state)
-    outputs = jnp.zeros(inputs["value"].shape, jnp.float32)
-    return lax.fori_loop(0, columns, visit, (states, outputs))[1]
+    blank = jnp.zeros(inputs["value"].shape, jnp.float32)
+    return lax.fori_loop(0, columns, visit, (states, blank, blank))[1:]
 
 
 def _advance(state, key, value, decay):
-    """One step of the rule. state [B, Hv, Dv, Dk]; key [B, Hk, Dk]; value [B, Hv, Dv]."""
-    k = _per_value_head(l2norm(key), state.shape[1])
-    alpha = jnp.exp(decay[..., 0])[..., None, None]
-    decayed = alpha * state
-    delta = decay[..., 1:] * (value.astype(jnp.float32) - _along_keys(decayed, k))
-    return decayed + delta[..., None] * k
+    """One step of the rule: the state after it and its delta.
+
+    state [B, Hv, Dv, Dk]; key [B, Hk, Dk], normalised; value [B, Hv, Dv]."""
+    k, alpha = _per_value_head(key, state.shape[1]), _alpha(decay)
+    pulled = alpha[..., 0] * _along_keys(state, k)
+    delta = decay[..., 1:] * (value.astype(jnp.float32) - pulled)
+    return _moved(state, alpha, delta, k), delta
+
+
+def _moved(state, alpha, delta, k):
+    return alpha * state + delta[..., None] * k
+
+
+def _alpha(decay):
+    return jnp.exp(decay[..., 0])[..., None, None]
 
 
 def _read(state, query):
-    q = _per_value_head(l2norm(query), state.shape[1])
-    return _along_keys(state, q) * state.shape[-1] ** -0.5
+    return _along_keys(state, _per_value_head(query, state.shape[1]))
 
 
 def _along_keys(state, x):

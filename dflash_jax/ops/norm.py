@@ -1,5 +1,7 @@
 """Norms over the last axis, kept apart by name because target and draft mean different weights."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -46,7 +48,8 @@ def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
 
     Args:
       x:      [..., N] float, the residual.
-      branch: same shape, float; a product's fp32 sums spare a launch that would only round them.
+      branch: same shape, float; or [parts, ..., N] fp32, summands that are added first, as
+        `skinny_parts` leaves them. Either spares a launch that would only add or round.
       weight: [N] float.
       eps:    Python float.
       offset: True for `offset_rmsnorm`, False for `plain_rmsnorm`. Static.
@@ -59,8 +62,7 @@ def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
     Raises: ValueError for shapes; NotImplementedError if a named kernel lacks the case.
     Source: contracts 0.3, 5.4 and 6.3.2.
     """
-    if branch.shape != x.shape:
-        raise ValueError(f"branch: expected {x.shape}, got {branch.shape}")
+    _check_branch(x, branch)
     _factor(x, weight)
     width = x.shape[-1]
     lacking = None if kernel.supports(width) else f"1..{kernel.MAX_WIDTH} entries, got {width}"
@@ -75,9 +77,26 @@ def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
 
 
 def add_branch(x, branch):
-    """The residual x joined by a branch of the same shape: x's dtype, rounded as `add_rmsnorm`."""
+    """The residual x joined by a branch, in x's dtype; shapes and roundings as in `add_rmsnorm`."""
+    _check_branch(x, branch)
+    if branch.ndim > x.ndim:
+        branch = added(branch)
     rounded = round_to(branch.astype(jnp.float32), x.dtype)
     return round_to(x.astype(jnp.float32) + rounded.astype(jnp.float32), x.dtype)
+
+
+def added(parts):
+    """The sum of [parts, ...], first to last, as kernels add them."""
+    return functools.reduce(jnp.add, parts)
+
+
+def _check_branch(x, branch):
+    """Raises ValueError unless a branch, or every one of its fp32 parts, has the shape of x."""
+    parts = branch.ndim == x.ndim + 1 and branch.dtype == jnp.float32 and branch.shape[0] > 0
+    if branch.shape[parts:] != x.shape:
+        raise ValueError(
+            f"branch: expected {x.shape} or float32 parts of it, got {branch.dtype} {branch.shape}"
+        )
 
 
 def gated_rmsnorm(x, gate, weight, eps):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dflash_jax.ops.dispatch import choose_form
-from dflash_jax.ops.norm import offset_rmsnorm, plain_rmsnorm
+from dflash_jax.ops.norm import added, offset_rmsnorm, plain_rmsnorm
 from dflash_jax.ops.rope import interleaved_axes, mrope_partial, rope_1d, turn_fractions
 from dflash_jax.ops.rounding import round_to
 from dflash_jax.pallas import norm_rope as kernel
@@ -30,7 +30,8 @@ def norm_rope(
     q = rope(rmsnorm(q_raw, query_norm)), k = rope(rmsnorm(k_raw, key_norm)), v = v_raw.
 
     Args:                                            (Hq query heads, Hkv K/V heads of D entries)
-      projected: [B, W, N] float; N is query, gate (if gated), key, value, head after head.
+      projected: [B, W, N] float, or parts [_, B, W, N] fp32 that are added first, see
+        `skinny_parts`; N is query, gate (if gated), key, value, head after head.
       query_norm, key_norm: [D] float.
       positions: [B, W] int32, or [B, W, 3] with mrope.
       heads:     (Hq, Hkv). Static.
@@ -57,16 +58,17 @@ def norm_rope(
         eps=eps, offset=offset, rotary_dim=rotary_dim, sections=sections,
         before=jnp.dtype(dtypes[0]), behind=jnp.dtype(dtypes[0]) if rounded else None,
     )
-    _check(projected, query_norm, key_norm, positions, parts, rule)
+    summands = projected if projected.ndim == 4 else projected[None]
+    _check(summands, query_norm, key_norm, positions, parts, rule)
     lacking = None if kernel.supports(rotary_dim) else (
         f"a power of two of rotated pairs, got {rotary_dim // 2}"
     )
     form = choose_form("norm_rope", implementation, lacking, auto_gpu="pallas")
     if form == "xla":
-        made = _composed(projected, (query_norm, key_norm), positions, theta, parts, rule)
+        made = _composed(added(summands), (query_norm, key_norm), positions, theta, parts, rule)
     else:
         made = kernel.norm_rope(
-            projected, query_norm, key_norm, positions,
+            summands, query_norm, key_norm, positions,
             jnp.asarray(turn_fractions(rotary_dim, theta).view("int32")), parts=parts, rule=rule,
             interpret=form == "interpret",
         )
@@ -85,14 +87,14 @@ def _parts(dim, heads, gated, dtypes):
     return (*parts, kernel.Part(query_rows, heads[0], dtypes[0])) if gated else parts
 
 
-def _check(projected, query_norm, key_norm, positions, parts, rule):
+def _check(summands, query_norm, key_norm, positions, parts, rule):
     (dim,) = query_norm.shape
     if key_norm.shape != (dim,):
         raise ValueError(f"key_norm: expected {(dim,)}, got {key_norm.shape}")
     entries = sum(part.heads for part in parts) * dim
-    if projected.ndim != 3 or projected.shape[-1] != entries:
-        raise ValueError(f"projected: expected [B, W, {entries}], got {projected.shape}")
-    place = projected.shape[:2] if rule.sections is None else (*projected.shape[:2], 3)
+    if summands.ndim != 4 or not len(summands) or summands.shape[-1] != entries:
+        raise ValueError(f"projected: expected [B, W, {entries}] or parts, got {summands.shape}")
+    place = summands.shape[1:3] if rule.sections is None else (*summands.shape[1:3], 3)
     if (positions.shape, positions.dtype) != (place, jnp.int32):
         raise ValueError(
             f"positions: expected {place} int32, got {positions.shape} {positions.dtype}"

@@ -9,6 +9,9 @@ from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.ops.linear import linear
 from dflash_jax.pallas import mosaic
 from dflash_jax.pallas import skinny_linear as kernel
+from dflash_jax.pallas.tiling import PROCESSORS
+
+_LARGE, _LARGE_FOR_ONE = 8 << 20, 32 << 20  # bytes of a matrix, for several tokens and for one
 
 
 def skinny_linear(x, matrix, out_dtype, *, residual=None, implementation="auto"):
@@ -46,6 +49,22 @@ def skinny_linear(x, matrix, out_dtype, *, residual=None, implementation="auto")
     return made.reshape(shape)
 
 
+def skinny_parts(x, matrix, *, implementation="auto"):
+    """Summands of y = matrix x, for a kernel that adds them to something else anyway.
+
+    Args: as in `skinny_linear`; implementation "xla", "pallas", "interpret" or "auto": on a GPU the
+      kernel where it was measured faster, else "xla". Static.
+    Returns:
+      [parts, ..., out] fp32, whose sum over the first axis is y; "xla" leaves one part.
+    Raises: ValueError for shapes or dtypes; NotImplementedError if a named kernel lacks the case.
+    """
+    form = _form("skinny_parts", implementation, x, matrix)
+    if form == "xla":
+        return linear(x, matrix, jnp.float32)[None]
+    parts = kernel.parts(x.reshape(-1, x.shape[-1]), matrix, interpret=form == "interpret")
+    return parts.reshape(-1, *x.shape[:-1], matrix.shape[0])
+
+
 def skinny_swiglu(x, matrix, *, rounded=False, implementation="auto"):
     """SiLU(gate x) * (up x), gate and up being the halves of one matrix.
 
@@ -80,10 +99,27 @@ def _form(op: str, implementation: str, x, matrix) -> str:
             f"matrix: expected [out, {x.shape[-1]}] {x.dtype}, got {matrix.shape} {matrix.dtype}"
         )
     tokens = math.prod(x.shape[:-1])
-    lacking = None if 0 < tokens <= kernel.MAX_TOKENS else (
-        f"1..{kernel.MAX_TOKENS} rows, got {tokens}"
-    )
-    streamed = lacking if lacking or mosaic.supports(tokens, matrix) else (
+    few = None if 0 < tokens <= kernel.MAX_TOKENS else f"1..{kernel.MAX_TOKENS} rows, got {tokens}"
+    streamed = few if few or mosaic.supports(tokens, matrix) else (
         f"16-bit matrices of multiples of 8 and 64, got {matrix.shape} {matrix.dtype}"
     )
-    return choose_form(op, implementation, lacking, more={"mosaic": streamed})
+    lacking = few if op == "skinny_swiglu" or not tokens else None
+    if op != "skinny_parts":
+        return choose_form(op, implementation, lacking, more={"mosaic": streamed})
+    pays = "pallas" if _pays(tokens, *matrix.shape, matrix.dtype) else "xla"
+    return choose_form(op, implementation, lacking, auto_gpu=pays)
+
+
+def _pays(tokens: int, rows: int, width: int, dtype) -> bool:
+    """Whether the kernel was faster than XLA's product and sum on an H200.
+
+    XLA keeps up where a matrix has tiles for all processors several times over, and where it is
+    small: as a row's sums for one token, below a launch's time for any.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    size = rows * width * itemsize
+    most = 3 * kernel.TILE * PROCESSORS
+    return (
+        itemsize == 2 and tokens <= kernel.MOST_MEASURED and rows < most
+        and size >= (_LARGE_FOR_ONE if tokens == 1 else _LARGE)
+    )

@@ -7,6 +7,8 @@ from jax import lax
 
 from dflash_jax.ops.block_scaled_linear import BlockScale, check_scale, dequantise
 from dflash_jax.ops.dispatch import choose_form
+from dflash_jax.ops.linear import linear
+from dflash_jax.ops.norm import added
 from dflash_jax.pallas import routing as routing_kernel
 from dflash_jax.pallas import sparse_moe as kernel
 from dflash_jax.pallas import sparse_moe_tiles
@@ -29,111 +31,19 @@ class Routing:
     experts: jax.Array
     # [T, k] fp32, sums to 1.
     weights: jax.Array
-
-
-def route(logits, experts_per_token, *, experts=None, implementation="auto"):
-    """Chooses the experts of every token: the k largest logits, equal ones by lower expert id.
-
-    weights = softmax over all experts, restricted to the chosen and divided by their sum, which
-    is the softmax of the chosen logits.
-
-    Args:
-      logits:            [T, E] fp32; with `experts`, columns behind the first E are not read.
-      experts_per_token: k <= E. Static.
-      experts:           E, None for all columns. Static.
-      implementation:    "xla", "pallas", "interpret" or "auto", which is "xla". Static.
-    Returns:
-      Routing.
-    Raises: ValueError for shapes, dtypes or k; NotImplementedError if a named kernel lacks them.
-    Source: contracts 6.3.6.
-    """
-    if logits.ndim != 2 or logits.dtype != jnp.float32:
-        raise ValueError(f"logits: expected float32 [T, E], got {logits.dtype} {logits.shape}")
-    experts = logits.shape[1] if experts is None else experts
-    if not 0 < experts_per_token <= experts <= logits.shape[1]:
-        raise ValueError(
-            f"experts_per_token: expected 1..{experts} of {logits.shape[1]} columns, got "
-            f"{experts_per_token}"
-        )
-    lacking = None if routing_kernel.supports(experts, experts_per_token) else (
-        f"at most {routing_kernel.MAX_EXPERTS} experts and {routing_kernel.MAX_CHOSEN} of them a "
-        f"token, got {experts} and {experts_per_token}"
-    )
-    form = choose_form("route", implementation, lacking, auto_gpu="pallas")
-    if form != "xla":
-        ids, weights = routing_kernel.route(
-            logits, experts=experts, chosen=experts_per_token, interpret=form == "interpret"
-        )
-        return Routing(experts=ids, weights=weights)
-    logits = logits[:, :experts]
-    chosen, experts = lax.top_k(jnp.where(logits == 0, 0.0, logits), experts_per_token)
-    return Routing(experts=experts, weights=jax.nn.softmax(chosen, axis=-1))
-
-
-def expert_mlp(
-    x, routing, gate_up, down, out_dtype, *, scales=(None, None), implementation="auto"
-):
-    """Applies to every token its experts: y = sum_j w_j * down_e (silu(gate_e x) * up_e x).
-
-    Args:
-      x:         [T, H] float.
-      routing:   Routing of the T tokens.
-      gate_up:   [E, 2I, H], dtype of x or float8_e4m3fn; gate rows, then up rows.
-      down:      [E, H, I], dtype of x or float8_e4m3fn.
-      out_dtype: dtype of the result.
-      scales:    `BlockScale` of gate_up and of down, None for a dense one.
-      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static.
-    Returns:
-      [T, H] out_dtype. A token's result depends on no other token: dead ones may be NaN.
-    Numeric: products and sums in fp32 (fp32 operands: no TF32); the SwiGLU product is rounded to
-      the dtype of x; experts are summed best first, in fp32. Float8 as in `block_scaled_linear`.
-    Memory: fp32 [T, k, H]. In XLA also fp32 [E, T, max(2I, H)] up to 256 tokens (0.5 GiB for 256
-      experts, H 2048), beyond it the matrices of 16 experts; float8: and one matrix a multiplied
-      expert in the dtype of x.
-    Raises: ValueError for shapes or dtypes; NotImplementedError if a named kernel lacks the case.
-    Source: contracts 6.3.6.
-    """
-    tokens, hidden = x.shape
-    experts, inner = down.shape[0], down.shape[2]
-    if gate_up.shape != (experts, 2 * inner, hidden) or down.shape[1] != hidden:
-        raise ValueError(
-            f"gate_up, down: expected [E, 2I, {hidden}], [E, {hidden}, I], "
-            f"got {gate_up.shape}, {down.shape}"
-        )
-    for name, matrices, scale in (("gate_up", gate_up, scales[0]), ("down", down, scales[1])):
-        if scale is not None:
-            check_scale(matrices, scale)
-        elif matrices.dtype != x.dtype:
-            raise ValueError(f"x: expected dtype {matrices.dtype} of {name}, got {x.dtype}")
-    if routing.experts.shape[0] != tokens:
-        raise ValueError(f"routing: expected {tokens} tokens, got {routing.experts.shape}")
-    form = _choose(implementation, tokens, hidden, inner, scales)
-    matrices = _Matrices(gate_up=gate_up, down=down, gate_up_scale=scales[0], down_scale=scales[1])
-    if form != "xla":
-        few = tokens <= kernel.MAX_TOKENS
-        outputs = (kernel if few else sparse_moe_tiles).expert_outputs(
-            x, routing.experts, gate_up, down, interpret=form == "interpret",
-            scales=tuple(None if scale is None else scale.values for scale in scales),
-            columns=tuple(0 if scale is None else scale.columns for scale in scales),
-        )
-    elif tokens <= _FEW_TOKENS:
-        outputs = _all_tokens_of_active_experts(x, routing.experts, matrices)
-    else:
-        outputs = _tiles_of_experts(x, routing.experts, matrices)
-    total = routing.weights[:, 0, None] * outputs[:, 0]
-    for choice in range(1, outputs.shape[1]):
-        total = total + routing.weights[:, choice, None] * outputs[:, choice]
-    return total.astype(out_dtype)
+    # [T] fp32, what the expert of all tokens counts; None without one.
+    shared: jax.Array | None = None
 
 
 @struct.dataclass(kw_only=True)
-class _Matrices:
-    """Matrices by expert; a scale is None for dense ones."""
+class Matrices:
+    """Matrices by expert: gate_up [E, 2I, H], down [E, H, I], and a `BlockScale` of each that is
+    float8, else None."""
 
     gate_up: jax.Array
     down: jax.Array
-    gate_up_scale: BlockScale | None
-    down_scale: BlockScale | None
+    gate_up_scale: BlockScale | None = None
+    down_scale: BlockScale | None = None
 
     def of(self, experts, dtype):
         """(gate_up, down) of some experts in a dtype; None is all of them."""
@@ -145,9 +55,208 @@ class _Matrices:
             )
         )
 
+    @property
+    def scales(self):
+        return self.gate_up_scale, self.down_scale
 
-def _choose(implementation: str, tokens: int, hidden: int, inner: int, scales) -> str:
-    columns = tuple(scale.columns for scale in scales if scale is not None)
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Of a block of each, 0 for a dense one."""
+        return tuple(0 if scale is None else scale.columns for scale in self.scales)
+
+    @property
+    def scale_values(self):
+        return tuple(None if scale is None else scale.values for scale in self.scales)
+
+
+def choose_experts(
+    x, router, experts_per_token, *, experts=None, shared=False, implementation="auto"
+):
+    """`route` of the router's product.
+
+    Args:
+      x:              [T, H] float.
+      router:         [E, H], dtype of x; a row that decides over an expert of all tokens is last.
+      implementation: as in `route`; the product has a kernel for up to 128 tokens.
+      the others:     as in `route`.
+    Returns: Routing. Raises: as `route`.
+    """
+    if router.dtype != x.dtype or router.shape[1:] != x.shape[1:]:
+        raise ValueError(
+            f"router: expected {x.dtype} [E, {x.shape[1]}], got {router.dtype} {router.shape}"
+        )
+    count = router.shape[0] if experts is None else experts
+    _check_choice(router.shape[0], count, experts_per_token, shared)
+    form = _choose_route(implementation, count, experts_per_token)
+    if form != "xla" and routing_kernel.supports_product(*x.shape):
+        logits = routing_kernel.scores(x, router, interpret=form == "interpret")
+        return _routed(logits, count, experts_per_token, shared, form)
+    return route(
+        linear(x, router, jnp.float32), experts_per_token, experts=experts, shared=shared,
+        implementation=implementation,
+    )
+
+
+def route(logits, experts_per_token, *, experts=None, shared=False, implementation="auto"):
+    """Chooses the experts of every token: the k largest logits, equal ones by lower expert id.
+
+    weights = softmax over all experts, restricted to the chosen and divided by their sum, which
+    is the softmax of the chosen logits.
+
+    Args:
+      logits:            [T, E] fp32; with `experts`, further columns are behind the first E.
+      experts_per_token: k <= E. Static.
+      experts:           E, None for all columns. Static.
+      shared:            whether column E is the score of an expert of all tokens, which counts its
+                         sigmoid. Static.
+      implementation:    "xla", "pallas", "interpret" or "auto", which is "xla". Static.
+    Returns:
+      Routing.
+    Raises: ValueError for shapes, dtypes or k; NotImplementedError if a named kernel lacks them.
+    Source: contracts 6.3.6.
+    """
+    if logits.ndim != 2 or logits.dtype != jnp.float32:
+        raise ValueError(f"logits: expected float32 [T, E], got {logits.dtype} {logits.shape}")
+    count = logits.shape[1] if experts is None else experts
+    _check_choice(logits.shape[1], count, experts_per_token, shared)
+    form = _choose_route(implementation, count, experts_per_token)
+    if form != "xla":
+        return _routed(logits[None], count, experts_per_token, shared, form)
+    own = logits[:, :count]
+    chosen, experts = lax.top_k(jnp.where(own == 0, 0.0, own), experts_per_token)
+    return Routing(
+        experts=experts, weights=jax.nn.softmax(chosen, axis=-1),
+        shared=jax.nn.sigmoid(logits[:, count]) if shared else None,
+    )
+
+
+def expert_mlp(
+    x, routing, gate_up, down, out_dtype, *, scales=(None, None), implementation="auto"
+):
+    """`expert_parts` of these matrices, added: [T, H] out_dtype."""
+    matrices = Matrices(gate_up=gate_up, down=down, gate_up_scale=scales[0], down_scale=scales[1])
+    parts = expert_parts(x, routing, matrices, implementation=implementation)
+    return added(parts).astype(out_dtype)
+
+
+def expert_parts(x, routing, matrices, shared=None, *, implementation="auto"):
+    """Applies to every token its experts: y = sum_j w_j * down_e (silu(gate_e x) * up_e x).
+
+    Args:
+      x:        [T, H] float.
+      routing:  Routing of the T tokens.
+      matrices: `Matrices` in the dtype of x or float8_e4m3fn.
+      shared:   `Matrices` with E = 1 of an expert of all tokens, which counts `routing.shared`;
+                its I may differ. None without one.
+      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static.
+    Returns:
+      [parts, T, H] fp32: y is their sum in this order, so that whoever adds y to something needs no
+      launch of its own for it. How many there are depends on the implementation. A token's result
+      depends on no other token: dead ones may be NaN.
+    Numeric: products and sums in fp32 (fp32 operands: no TF32); the SwiGLU product is rounded to
+      the dtype of x; experts are summed best first, in fp32. Float8 as in `block_scaled_linear`.
+    Memory: fp32 [T, k, H]. In XLA also fp32 [E, T, max(2I, H)] up to 256 tokens (0.5 GiB for 256
+      experts, H 2048), beyond it the matrices of 16 experts; float8: and one matrix a multiplied
+      expert in the dtype of x.
+    Raises: ValueError for shapes or dtypes; NotImplementedError if a named kernel lacks the case.
+    Source: contracts 6.3.6.
+    """
+    _check_matrices(x, matrices, "")
+    if shared is not None:
+        _check_matrices(x, shared, "shared.")
+    tokens, hidden = x.shape
+    if routing.experts.shape[0] != tokens:
+        raise ValueError(f"routing: expected {tokens} tokens, got {routing.experts.shape}")
+    form = _choose(implementation, tokens, hidden, matrices)
+    if form != "xla" and tokens <= kernel.MAX_TOKENS:
+        return _parts_of_few(x, routing, matrices, shared, form == "interpret")
+    if form != "xla":
+        outputs = sparse_moe_tiles.expert_outputs(
+            x, routing.experts, matrices.gate_up, matrices.down, interpret=form == "interpret",
+            scales=matrices.scale_values, columns=matrices.columns,
+        )
+    elif tokens <= _FEW_TOKENS:
+        outputs = _all_tokens_of_active_experts(x, routing.experts, matrices)
+    else:
+        outputs = _tiles_of_experts(x, routing.experts, matrices)
+    total = routing.weights[:, 0, None] * outputs[:, 0]
+    for choice in range(1, outputs.shape[1]):
+        total = total + routing.weights[:, choice, None] * outputs[:, choice]
+    if shared is not None:
+        total = total + _shared_part(x, routing, shared)
+    return total[None]
+
+
+def _parts_of_few(x, routing, matrices, shared, interpret: bool):
+    """By the kernels, which take an expert of all tokens if it is stored like the others."""
+    joins = shared is not None and _alike(shared, matrices)
+    common = (routing.shared, shared.gate_up, shared.down, shared.scale_values) if joins else None
+    parts = kernel.expert_parts(
+        x, routing.experts, routing.weights, matrices.gate_up, matrices.down, common,
+        interpret=interpret, scales=matrices.scale_values, columns=matrices.columns,
+    )
+    if joins or shared is None:
+        return parts
+    return jnp.concatenate([parts, _shared_part(x, routing, shared)[None]])
+
+
+def _shared_part(x, routing, shared):
+    """[T, H] fp32 of the expert of all tokens."""
+    # Apart: XLA would join the router's product with this one, and their matrices every time.
+    rows = lax.optimization_barrier(x)[None]
+    return routing.shared[:, None] * _swiglu(rows, *shared.of(None, x.dtype))[0]
+
+
+def _alike(shared, matrices) -> bool:
+    """Whether an expert of all tokens is stored like the others."""
+    shapes = [
+        (m.gate_up.shape[1:], m.down.shape[1:], m.gate_up.dtype, m.down.dtype, m.columns)
+        for m in (shared, matrices)
+    ]
+    return shapes[0] == shapes[1]
+
+
+def _check_matrices(x, matrices, owner: str) -> None:
+    hidden = x.shape[1]
+    (experts, rows, inner), down = matrices.down.shape, matrices.down
+    if matrices.gate_up.shape != (experts, 2 * inner, hidden) or rows != hidden:
+        raise ValueError(
+            f"{owner}gate_up, down: expected [E, 2I, {hidden}], [E, {hidden}, I], "
+            f"got {matrices.gate_up.shape}, {down.shape}"
+        )
+    pairs = zip(("gate_up", "down"), (matrices.gate_up, down), matrices.scales, strict=True)
+    for name, values, scale in pairs:
+        if scale is not None:
+            check_scale(values, scale)
+        elif values.dtype != x.dtype:
+            raise ValueError(f"x: expected dtype {values.dtype} of {owner}{name}, got {x.dtype}")
+
+
+def _check_choice(columns: int, experts: int, chosen: int, shared: bool) -> None:
+    if not 0 < chosen <= experts <= columns - shared:
+        raise ValueError(
+            f"experts_per_token: expected 1..{experts} of {columns} columns, got {chosen}"
+        )
+
+
+def _choose_route(implementation: str, experts: int, chosen: int) -> str:
+    lacking = None if routing_kernel.supports(experts, chosen) else (
+        f"at most {routing_kernel.MAX_EXPERTS} experts and {routing_kernel.MAX_CHOSEN} of them a "
+        f"token, got {experts} and {chosen}"
+    )
+    return choose_form("route", implementation, lacking, auto_gpu="pallas")
+
+
+def _routed(logits, experts: int, chosen: int, shared: bool, form: str) -> Routing:
+    """By the kernel, from [parts, T, >= E] logits."""
+    ids, weights, *gate = routing_kernel.route(
+        logits, experts=experts, chosen=chosen, gated=shared, interpret=form == "interpret"
+    )
+    return Routing(experts=ids, weights=weights, shared=gate[0] if shared else None)
+
+
+def _choose(implementation: str, tokens: int, hidden: int, matrices: Matrices) -> str:
+    inner, columns = matrices.down.shape[2], tuple(c for c in matrices.columns if c)
     lacking = None if kernel.supports(tokens, hidden, inner, columns) else (
         f"tokens, hidden and inner in multiples of 16, and blocks of whole steps; got {tokens} "
         f"tokens, hidden {hidden}, inner {inner}, block columns {columns}"

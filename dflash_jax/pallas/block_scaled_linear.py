@@ -7,7 +7,7 @@ lie within one block.
 A program owns some rows of the matrix and a share of its columns, and takes one step of columns
 after another: float8 values become bfloat16 in registers, which is exact, all rows of x are
 multiplied, and the fp32 partial sum is scaled by the block's scale of each matrix row. Shares of
-the columns are added outside.
+the columns are left to whoever reads them.
 """
 
 from dataclasses import dataclass
@@ -76,18 +76,18 @@ def supports(tokens: int, dtype, inner: int, columns: int) -> bool:
 
 
 @shared("columns", "interpret", "tiles")
-def product(x, kernel, scale, *, columns: int, interpret: bool, tiles: Tiles | None = None):
-    """x times the transposed matrix.
+def parts(x, kernel, scale, *, columns: int, interpret: bool, tiles: Tiles | None = None):
+    """Shares of x times the transposed matrix.
 
     Args:
       x: [T, in] bf16. kernel: [out, in] float8_e4m3fn.
       scale: [out / rows of a block, ceil(in / columns)] fp32.
     Returns:
-      [T, out] fp32.
+      [shares, T, out] fp32; the product is their sum.
     """
     (tokens, inner), out = x.shape, kernel.shape[0]
     tiles = tiles or Tiles.of(tokens, out, inner, columns)
-    parts = gpu_call(
+    return gpu_call(
         _kernel(tiles, tokens, out, inner, out // scale.shape[0], columns, interpret),
         name="block_scaled_linear",
         out_shape=jax.ShapeDtypeStruct((tiles.shares, tokens, out), jnp.float32),
@@ -98,7 +98,6 @@ def product(x, kernel, scale, *, columns: int, interpret: bool, tiles: Tiles | N
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )(x, kernel, scale)
-    return parts[0] if tiles.shares == 1 else jnp.sum(parts, axis=0)
 
 
 def _kernel(

@@ -152,7 +152,7 @@ def prepare(x, norm_weight, scale, base, products, *, out_dtype, interpret: bool
 
 
 def finish(residual, z, base, finish_delta, *, interpret: bool):
-    """Args: as in the op. Returns: [B, W, H] in residual's dtype."""
+    """Args: as in the op, z in parts. Returns: [B, W, H] in residual's dtype."""
     batch, width, hidden = residual.shape
     columns = pl.next_power_of_2(width)
     stretch = min(_CHANNELS, pl.next_power_of_2(hidden))
@@ -172,10 +172,12 @@ def finish(residual, z, base, finish_delta, *, interpret: bool):
                 jnp.full(mask.shape, tap), jnp.broadcast_to(group[None, :], mask.shape),
             )
             delta = load(finish_delta.at[at], mask=mask, other=0.0).astype(jnp.float32)
-            value = load(
-                z.at[_of_row(row, before, channels)], mask=mask & (before >= 0)[:, None], other=0.0
+            known = mask & (before >= 0)[:, None]
+            value = sum(
+                load(z.at[(jnp.full(mask.shape, part), *source)], mask=known, other=0.0)
+                for source in [_of_row(row, before, channels)] for part in range(z.shape[0])
             )
-            total += (delta + _base(base, 1, tap, channels, hidden)) * value.astype(jnp.float32)
+            total += (delta + _base(base, 1, tap, channels, hidden)) * value
         store(out.at[place], total.astype(out.dtype), mask=mask)
 
     return gpu_call(

@@ -2,14 +2,16 @@
 
 Implements: ops/gated_delta_block.py, the inputs of `gated_delta_block` (the recurrence follows in
 pallas/gated_delta_rule.py).
-Matches when: columns form a chain; there are two taps or more; the widths of the keys and of the
-values are multiples of 16.
+Matches when: columns form a chain; there are two taps or more; Dk is a power of two, and it and the
+width of the values are multiples of 16.
 
-A program owns some channels of up to 32 columns of a row: convolution, SiLU and both roundings. One
-more program for the same columns makes the gates.
+A program owns some channels of up to 32 columns of a row: convolution, SiLU and both roundings; to
+normalise queries and keys, those of a head. One more program for the same columns makes the gates.
 Source: contracts 6.3.4.
 """
 
+import functools
+import operator
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +22,7 @@ from dflash_jax.pallas.common import (
     WHOLE,
     broadcast,
     gpu_call,
+    is_power_of_two,
     load,
     places,
     shared,
@@ -28,11 +31,13 @@ from dflash_jax.pallas.common import (
 )
 
 _COLUMNS = 32  # at most, of a program
+_L2_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one call: columns, heads, head widths, and taps of the convolution."""
+    """Of one call: columns, heads, head widths, taps of the convolution, and whether queries and
+    keys are normalised."""
 
     width: int
     key_heads: int
@@ -40,6 +45,7 @@ class Sizes:
     key_dim: int
     value_dim: int
     taps: int
+    unit: bool
 
     @property
     def keys(self) -> int:
@@ -55,15 +61,17 @@ class Sizes:
     def channels(self) -> int:
         return 2 * self.keys + self.values
 
-    def block(self) -> int:
-        """Channels of a program, all of them queries, keys or values: enough programs for every
+    def blocks(self) -> tuple[int, int]:
+        """Channels of a program of queries or keys and of one of values: enough programs for every
         processor, rows of at least 128 bytes where the heads allow it."""
-        return step_within(self.keys | self.values, (), 64 if self.width > 8 else 128)
+        most = 64 if self.width > 8 else 128
+        keys = self.key_dim if self.unit else step_within(self.keys, (), most)
+        return keys, step_within(self.values, (), most)
 
-
-def supports(taps: int, keys: int, values: int) -> bool:
-    """Whether the kernel takes convolutions and channels of these sizes."""
-    return taps > 1 and step_within(keys | values, (), 16) == 16
+    def supported(self) -> bool:
+        """Whether the kernel takes them."""
+        heads = is_power_of_two(self.key_dim) and self.key_dim >= 16
+        return self.taps > 1 and heads and self.values % 16 == 0
 
 
 @shared("sizes", "first_gate", "interpret")
@@ -73,27 +81,31 @@ def inputs(
     """See `gated_delta_inputs`; `gates` holds the two gates from column `first_gate` on.
 
     Args:
+      projected, gates: in parts [_, B, W, ...], which are added up here.
       conv: [slots, taps - 1, channels], rows of `slot` [B]; an idle row reads the last one.
     Returns:
-      query, key, value in conv's dtype, decay fp32 and conv_input, each column made of itself and
-      of columns before it.
+      query, key, value in conv's dtype (normalised: fp32), decay fp32 and conv_input, each column
+      made of itself and of columns before it.
     """
-    batch, dtype, block = projected.shape[0], conv.dtype, sizes.block()
+    batch, dtype, blocks = projected.shape[1], conv.dtype, sizes.blocks()
     columns = min(_COLUMNS, pl.next_power_of_2(sizes.width))
     rows = (batch, sizes.width)
+    keys = jax.ShapeDtypeStruct((*rows, sizes.keys), jnp.float32 if sizes.unit else dtype)
     shapes = (
-        jax.ShapeDtypeStruct((*rows, sizes.keys), dtype),
-        jax.ShapeDtypeStruct((*rows, sizes.keys), dtype),
+        keys, keys,
         jax.ShapeDtypeStruct((*rows, sizes.values), dtype),
         jax.ShapeDtypeStruct((*rows, sizes.value_heads, 2), jnp.float32),
         jax.ShapeDtypeStruct((*rows, sizes.channels), dtype),
     )
     operands = (projected, gates, conv, taps, a_log, dt_bias, slot)
     query, key, value, decay, conv_input = gpu_call(
-        _kernel(sizes, first_gate, block, columns),
+        _kernel(sizes, first_gate, blocks, columns),
         name="gated_delta_inputs",
         out_shape=shapes,
-        grid=(batch, sizes.channels // block + 1, pl.cdiv(sizes.width, columns)),
+        grid=(
+            batch, 2 * sizes.keys // blocks[0] + sizes.values // blocks[1] + 1,
+            pl.cdiv(sizes.width, columns),
+        ),
         in_specs=[WHOLE] * len(operands),
         out_specs=(WHOLE,) * len(shapes),
         interpret=interpret,
@@ -103,32 +115,50 @@ def inputs(
     return query.reshape(heads), key.reshape(heads), value, decay, conv_input
 
 
-def _kernel(sizes: Sizes, first_gate: int, block: int, columns: int):
+def _kernel(sizes: Sizes, first_gate: int, blocks: tuple[int, int], columns: int):
+    key_parts, value_parts = sizes.keys // blocks[0], sizes.values // blocks[1]
+
     def kernel(projected, gates, conv, taps, a_log, dt_bias, slot, *outs):
         query, key, value, decay, conv_input = outs
         row, part = pl.program_id(0), pl.program_id(1)
         column = pl.program_id(2) * columns + jnp.arange(columns, dtype=jnp.int32)
-        begin = part * block
+        place = jnp.minimum(slot[row], conv.shape[0] - 1)
 
-        @pl.when(begin < sizes.channels)
-        def _():
+        def convolved(begin, block):
+            """SiLU of some channels, and which they are."""
             channel = begin + jnp.arange(block, dtype=jnp.int32)
-            place = jnp.minimum(slot[row], conv.shape[0] - 1)
             mixed, plain = _convolved(sizes, projected, conv, taps, row, place, column, channel)
             _put(conv_input, plain, row, column, channel, sizes)
-            for out, first, extent in (
-                (query, 0, sizes.keys), (key, sizes.keys, sizes.keys),
-                (value, 2 * sizes.keys, sizes.values),
-            ):
-                @pl.when((begin >= first) & (begin < first + extent))
-                def _(out=out, first=first):
-                    _put(out, mixed, row, column, channel - first, sizes)
+            return mixed, channel
 
-        @pl.when(begin >= sizes.channels)
+        @pl.when(part < 2 * key_parts)
+        def _():
+            begin = part * blocks[0]
+            mixed, channel = convolved(begin, blocks[0])
+            for out, first, length in ((query, 0, sizes.key_dim**-0.5), (key, sizes.keys, 1.0)):
+                @pl.when((begin >= first) & (begin < first + sizes.keys))
+                def _(out=out, first=first, length=length):
+                    rows = _scaled(mixed, length) if sizes.unit else mixed
+                    _put(out, rows, row, column, channel - first, sizes)
+
+        @pl.when((part >= 2 * key_parts) & (part < 2 * key_parts + value_parts))
+        def _():
+            begin = (part - 2 * key_parts) * blocks[1]
+            mixed, channel = convolved(2 * sizes.keys + begin, blocks[1])
+            _put(value, mixed, row, column, channel - 2 * sizes.keys, sizes)
+
+        @pl.when(part == 2 * key_parts + value_parts)
         def _():
             _gates(sizes, gates, first_gate, a_log, dt_bias, decay, row, column)
 
     return kernel
+
+
+def _scaled(mixed, length):
+    """Rows [columns, Dk] of this length, in fp32."""
+    wide = mixed.astype(jnp.float32)
+    factor = length * jax.lax.rsqrt(jnp.sum(wide * wide, axis=1) + _L2_EPS)
+    return wide * factor[:, None]
 
 
 def _convolved(sizes: Sizes, projected, conv, taps, row, place, column, channel):
@@ -139,7 +169,7 @@ def _convolved(sizes: Sizes, projected, conv, taps, row, place, column, channel)
         source = at[0] - (sizes.taps - 1 - tap)
         there = broadcast(row, jnp.clip(source, 0, sizes.width - 1), at[1])
         inside = (source >= 0) & (source < sizes.width)
-        entry = load(projected.at[there], mask=inside, other=0.0).astype(conv.dtype)
+        entry = _sum(projected, there, mask=inside, other=0.0).astype(conv.dtype)
         if tap < sizes.taps - 1:
             there = broadcast(place, jnp.clip(source + sizes.taps - 1, 0, sizes.taps - 2), at[1])
             older = load(conv.at[there], mask=source < 0, other=0.0)
@@ -149,13 +179,19 @@ def _convolved(sizes: Sizes, projected, conv, taps, row, place, column, channel)
     return (total * jax.nn.sigmoid(total)).astype(conv.dtype), entry
 
 
+def _sum(ref, there, **mask):
+    """fp32 sum over the parts, first to last."""
+    parts = (load(ref.at[broadcast(part, *there)], **mask) for part in range(ref.shape[0]))
+    return functools.reduce(operator.add, parts)
+
+
 def _gates(sizes: Sizes, gates, first_gate, a_log, dt_bias, decay, row, column):
     """g and beta of every column and head."""
     head = jnp.arange(pl.next_power_of_2(sizes.value_heads), dtype=jnp.int32)
     known = head < sizes.value_heads
     at = places(jnp.minimum(column, sizes.width - 1), jnp.minimum(head, sizes.value_heads - 1))
     a, b = (
-        load(gates.at[broadcast(row, at[0], first_gate + at[1] + skip)])
+        _sum(gates, broadcast(row, at[0], first_gate + at[1] + skip))
         for skip in (0, sizes.value_heads)
     )
     bias = load(dt_bias.at[head], mask=known, other=0.0)

@@ -1,16 +1,15 @@
-"""Verification and fold of the gated delta rule with the state in registers.
+"""Verification by the gated delta rule with the state in registers.
 
-Implements: ops/gated_delta_rule.py, `gated_delta_verify` and `gated_delta_fold`.
+Implements: ops/gated_delta_rule.py, `gated_delta_verify`; the fold is pallas/gated_delta_fold.py.
 Matches when: Dk and Dv are powers of two, at least 16.
-Assumes: rows of one call write distinct slots, and no row reads a slot that another writes.
 
 One program owns some rows of one value head's state of one row and walks the columns. It holds them
 in pieces [height, depth] of few key entries, so that a row's products are added within a thread
-and between a few lanes of a warp; sums over 32 lanes take longer than the products. A vector's norm
-is a factor of its products. All kernels inline the same step on the same pieces, so a fold
-reproduces verification's trajectory bit for bit. On a tree a column whose parent is the column
-before it goes on from the registers; any other walks its path again from the committed state, which
-costs a few steps and no memory for states.
+and between a few lanes of a warp; sums over 32 lanes take longer than the products. It leaves each
+column's delta, from which the fold makes the same state without a sum, whatever its pieces: a state
+moves by `Frame.moved` in both, entry by entry. On a tree a column whose parent is the column before
+it goes on from the registers; any other walks its path again from the committed state, which costs
+a few steps and no memory for states.
 """
 
 import functools
@@ -29,17 +28,13 @@ from dflash_jax.pallas.common import (
     is_power_of_two,
     load,
     shared,
-    store,
 )
-
-_CHANNELS = 256  # of the convolution's history that a program's warp moves
-_L2_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Tiles:
     """Rows of the state a program holds and its warps; columns whose inputs it loads together, and
-    whether during the work on those before; key entries of a piece, alike in verification and fold.
+    whether during the work on those before; key entries of a piece.
     """
 
     value_dim: int = 8
@@ -57,15 +52,7 @@ class Tiles:
         many = columns > 1 and not interpret
         if batch == 1:
             return cls(value_dim=8, columns=2 if many else 1, ahead=many)
-        return cls(value_dim=16, ahead=many)
-
-    @classmethod
-    def of_fold(cls, batch: int, columns: int, interpret: bool) -> "Tiles":
-        """The same for the fold, whose last group runs whole, whatever of it has been accepted."""
-        many = columns > 1 and not interpret
-        if batch == 1:
-            return cls(value_dim=8, columns=2 if many else 1, ahead=False)
-        return cls(value_dim=16, ahead=many)
+        return cls(value_dim=16, depth=16 if many else 32, ahead=many)
 
     def group(self, columns: int) -> int:
         """Columns of each of equally large groups."""
@@ -88,7 +75,8 @@ class Frame:
         """In interpret mode all rows in one piece: fewer operations."""
         if interpret:
             return cls(value_dim, key_dim, value_dim, key_dim, tiles.num_warps, interpret)
-        rows, depth = min(tiles.value_dim, value_dim), min(tiles.depth, key_dim)
+        depth = min(tiles.depth, key_dim)
+        rows = min(max(tiles.value_dim, 128 // depth), value_dim)
         warps = min(tiles.num_warps, rows * depth // 128)
         return cls(rows, key_dim, 128 * warps // depth, depth, warps, interpret)
 
@@ -124,6 +112,13 @@ class Frame:
     def fused(self, left, right, addend):
         return fused(left, right, addend, interpret=self.interpret)
 
+    def moved(self, pieces, alpha, delta, key):
+        """alpha M + delta key^T for the pieces of some rows; delta [height]."""
+        return tuple(
+            self.fused(delta[:, None], x, alpha * piece)
+            for piece, x in zip(pieces, key, strict=True)
+        )
+
     def along_keys(self, pieces, vector):
         """[height], products summed over Dk."""
         total = pieces[0] * vector[0]
@@ -144,7 +139,7 @@ def verify(query, key, value, decay, recurrent, slot, parent, live, *, interpret
     Args: as in the op, with slot [B] int32 (idle rows out of range) in place of gathered states;
       parent is None for a chain.
     Returns:
-      [B, W, Hv, Dv] fp32; columns >= live are exactly zero.
+      outputs and deltas, [B, W, Hv, Dv] fp32 both; outputs of columns >= live are exactly zero.
     """
     batch, columns, value_heads, value_dim = value.shape
     tiles = tiles or Tiles.of(batch, columns, interpret)
@@ -152,54 +147,60 @@ def verify(query, key, value, decay, recurrent, slot, parent, live, *, interpret
     trail = () if parent is None else _trails(parent)
 
     def kernel(query, key, value, decay, pool, slot, live, *rest):
-        *trail, out = rest
+        *trail, out, kept = rest
         row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         begin, count = part * frame.rows, live[row]
         source = jnp.minimum(slot[row], pool.shape[0] - 1)
 
+        def vector(vectors, index):
+            return frame.vector(vectors, row, index, head // (value_heads // vectors.shape[2]))
+
         def record(index):
-            return _record(frame, row, index, head, begin, key, value, decay)
+            """What a column's step reads: its key, its values a piece each, g and beta."""
+            values = tuple(value[row, index, head, place] for place in frame.places(begin))
+            gates = decay[row, index, head, 0], decay[row, index, head, 1]
+            return vector(key, index), values, *gates
 
-        def asked(index):
-            return frame.vector(query, row, index, head // (value_heads // query.shape[2]))
-
-        def put(index, results):
-            for place, result in zip(frame.places(begin), results, strict=True):
-                out[row, index, head, place] = result
+        def put(index, outputs, deltas):
+            for to, results in ((out, outputs), (kept, deltas)):
+                for place, result in zip(frame.places(begin), results, strict=True):
+                    to[row, index, head, place] = result
 
         def indices(number):
             return [jnp.minimum(number * group + offset, columns - 1) for offset in range(group)]
 
         def loaded(number):
-            return [(record(index), asked(index)) for index in indices(number)]
+            return [(record(index), vector(query, index)) for index in indices(number)]
 
         def several(number, state, entries):
             """A few columns of a chain: nothing is stored before all of them are loaded."""
             results = []
-            for offset, (entry, vector) in enumerate(entries):
-                state = _step(frame, state, entry)
+            for offset, (entry, asked) in enumerate(entries):
+                state, deltas = _step(frame, state, entry)
                 alive = number * group + offset < count
-                results.append([jnp.where(alive, x, 0.0) for x in _read(frame, state, vector)])
+                outputs = [jnp.where(alive, x, 0.0) for x in _read(frame, state, asked)]
+                results.append((outputs, deltas))
             for offset, (index, result) in enumerate(zip(indices(number), results, strict=True)):
                 # A group may reach past the last column, whose place is then that column's again.
                 if columns % group == 0:
-                    put(index, result)
+                    put(index, *result)
                 else:
                     pl.when(number * group + offset < columns)(
-                        functools.partial(put, index, result)
+                        functools.partial(put, index, *result)
                     )
             return state
 
         def column(index, state):
-            state = _along(
+            state, deltas = _along(
                 trail, row, index, state, lambda: frame.load(pool, source, head, begin),
                 lambda state, index: _step(frame, state, record(index)),
             )
-            put(index, _read(frame, state, asked(index)))
+            put(index, _read(frame, state, vector(query, index)), deltas)
             return state
 
         def blank(index, carry):
-            put(index, [jnp.zeros((frame.height,), jnp.float32)] * (frame.rows // frame.height))
+            zeros = [jnp.zeros((frame.height,), jnp.float32)] * (frame.rows // frame.height)
+            put(index, zeros, zeros)
             return carry
 
         committed = frame.load(pool, source, head, begin)
@@ -207,18 +208,18 @@ def verify(query, key, value, decay, recurrent, slot, parent, live, *, interpret
             lax.fori_loop(0, count, column, committed)
             lax.fori_loop(count, columns, blank, 0)
         else:
-            groups = 1 if columns <= group else pl.cdiv(count, group)
-            _groups(several, groups, loaded, committed, tiles.ahead)
-            lax.fori_loop(groups * group, columns, blank, 0)
+            number = 1 if columns <= group else pl.cdiv(count, group)
+            groups(several, number, loaded, committed, tiles.ahead)
+            lax.fori_loop(number * group, columns, blank, 0)
 
     operands = (query, key, value, decay, recurrent, slot, live, *trail)
     return gpu_call(
         kernel,
         name="gated_delta_verify" if parent is None else "gated_delta_verify_tree",
-        out_shape=jax.ShapeDtypeStruct(value.shape, jnp.float32),
+        out_shape=(jax.ShapeDtypeStruct(value.shape, jnp.float32),) * 2,
         grid=(batch, value_heads, value_dim // frame.rows),
         in_specs=[WHOLE] * len(operands),
-        out_specs=WHOLE,
+        out_specs=(WHOLE,) * 2,
         interpret=interpret,
         num_warps=frame.num_warps,
     )(*operands)
@@ -245,16 +246,17 @@ def _trails(parent):
 
 
 def _along(trail, row, index, state, committed, advance):
-    """The state of a column of a tree from that of the column before it."""
+    """State and deltas of a column of a tree from the state of the column before it."""
     path, begin, length = trail
-    first = begin[row, index]
+    first, last = begin[row, index], length[row, index] - 1
     state = lax.cond(first == 0, committed, lambda: state)
-    return lax.fori_loop(
-        first, length[row, index], lambda i, state: advance(state, path[row, index, i]), state
+    state = lax.fori_loop(
+        first, last, lambda i, state: advance(state, path[row, index, i])[0], state
     )
+    return advance(state, path[row, index, last])
 
 
-def _groups(body, count, load, state, ahead):
+def groups(body, count, load, state, ahead):
     """`body` for groups 0..count-1 of columns, one's inputs loaded before the last one's work."""
     if isinstance(count, int) and count == 1:
         return body(0, state, load(0))
@@ -269,129 +271,18 @@ def _groups(body, count, load, state, ahead):
     return lax.fori_loop(0, count, step, (state, load(0)))[0]
 
 
-@shared("interpret", "tiles")
-def fold(key, value, decay, inputs, recurrent, conv, path, read_slot, write_slot, count, *,
-         interpret, tiles=None):
-    """Applies `count` records along `path` to the states of the pools, in place.
-
-    Args: as in the op, with the pools [slots, Hv, Dv, Dk] and [slots, kept, channels], path [B, W]
-      int32 (record of each step) and the slots [B] int32 to read and write; a row with count = 0
-      writes nothing.
-    Returns:
-      the pools; donate them in the enclosing jit, or copies are made first.
-    """
-    batch, columns, value_heads, value_dim = value.shape
-    tiles = tiles or Tiles.of_fold(batch, columns, interpret)
-    frame, group = Frame.of(tiles, value_dim, key.shape[3], interpret), tiles.group(columns)
-    slots, parts = recurrent.shape[0], value_dim // frame.rows
-    # Behind the heads come programs for the convolution's history.
-    channels = _CHANNELS * frame.num_warps
-    further = pl.cdiv(pl.cdiv(conv.shape[2], channels), parts)
-
-    def kernel(key, value, decay, inputs, pool, conv, path, read_slot, write_slot, count, *outs):
-        out, conv_out = outs
-        row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        steps, source, target = count[row], read_slot[row], write_slot[row]
-        moves = (steps > 0) & (target < slots)
-
-        @pl.when(moves & (head >= value_heads))
-        def _():
-            begin = ((head - value_heads) * parts + part) * channels
-            where = jnp.minimum(source, slots - 1), target
-            _shift(inputs, conv, conv_out, path, row, where, steps, begin, channels)
-
-        @pl.when(moves & (head < value_heads))
-        def _():
-            begin = part * frame.rows
-
-            def loaded(number):
-                entries = []
-                for offset in range(group):
-                    record = path[row, jnp.minimum(number * group + offset, columns - 1)]
-                    record = jnp.clip(record, 0, columns - 1)  # past the count it says nothing
-                    entries.append(_record(frame, row, record, head, begin, key, value, decay))
-                return entries
-
-            def several(number, state, entries):
-                for offset, entry in enumerate(entries):
-                    step = functools.partial(_step, frame, state, entry)
-                    if group == 1:
-                        state = step()
-                    else:
-                        alive = number * group + offset < steps
-                        state = lax.cond(alive, step, lambda s=state: s)
-                return state
-
-            state = frame.load(pool, jnp.minimum(source, slots - 1), head, begin)
-            state = _groups(several, pl.cdiv(steps, group), loaded, state, tiles.ahead)
-            frame.store(out, target, head, begin, state)
-
-    return gpu_call(
-        kernel,
-        name="gated_delta_fold",
-        out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (recurrent, conv)),
-        grid=(batch, value_heads + further, parts),
-        in_specs=[WHOLE] * 10,
-        out_specs=(WHOLE,) * 2,
-        aliases={4: 0, 5: 1},
-        interpret=interpret,
-        num_warps=frame.num_warps,
-    )(key, value, decay, inputs, recurrent, conv, path, read_slot, write_slot, count)
-
-
-def _shift(inputs, conv, out, path, row, slots, steps, begin, extent):
-    """The last columns of history ++ inputs[path[:steps]], of some channels; all of them are read
-    before the first is written, since a history may move within its slot."""
-    (kept, channels), columns = conv.shape[1:], inputs.shape[1]
-    channel = begin + jnp.arange(extent, dtype=jnp.int32)
-    known = channel < channels
-    moved = []
-    for place in range(kept):
-        index = steps + place
-        older = jnp.minimum(index, kept - 1)
-        record = path[row, jnp.clip(index - kept, 0, columns - 1)]
-        record = jnp.clip(record, 0, columns - 1)
-        history = load(conv.at[broadcast(slots[0], older, channel)], mask=known, other=0.0)
-        new = load(inputs.at[broadcast(row, record, channel)], mask=known, other=0.0)
-        moved.append(jnp.where(index < kept, history, new))
-    for place, values in enumerate(moved):
-        store(out.at[broadcast(slots[1], place, channel)], values, mask=known)
-
-
-def _record(frame, row, index, head, begin, key, value, decay):
-    """What a column's step reads: its raw key, its values a piece each, g and beta."""
-    vector = frame.vector(key, row, index, head // (value.shape[2] // key.shape[2]))
-    values = tuple(value[row, index, head, place] for place in frame.places(begin))
-    return vector, values, decay[row, index, head, 0], decay[row, index, head, 1]
-
-
 def _step(frame, state, record):
-    """M <- alpha M + beta (v - alpha M k) k^T for the pieces of M."""
+    """Pieces of M <- alpha M + delta k^T, and delta = beta (v - alpha M k) for the rows of each."""
     key, values, g, beta = record
-    k, alpha = _wide(key), jnp.exp(g)
-    unit = _unit(frame, k)
-    moved = []
+    alpha = jnp.exp(g)
+    moved, deltas = [], []
     for pieces, v in zip(state, values, strict=True):
-        decayed = tuple(alpha * piece for piece in pieces)
-        delta = beta * (v.astype(jnp.float32) - unit * frame.along_keys(decayed, k))
-        pull = (delta * unit)[:, None]
-        moved.append(
-            tuple(frame.fused(pull, x, piece) for piece, x in zip(decayed, k, strict=True))
-        )
-    return tuple(moved)
+        delta = beta * (v.astype(jnp.float32) - alpha * frame.along_keys(pieces, key))
+        moved.append(frame.moved(pieces, alpha, delta, key))
+        deltas.append(delta)
+    return tuple(moved), deltas
 
 
 def _read(frame, state, query):
-    """M q / sqrt(Dk), a piece's rows each."""
-    q = _wide(query)
-    unit = _unit(frame, q) * frame.key_dim**-0.5
-    return [unit * frame.along_keys(pieces, q) for pieces in state]
-
-
-def _wide(vector):
-    return tuple(piece.astype(jnp.float32) for piece in vector)
-
-
-def _unit(frame, vector):
-    """What makes a vector one of length 1, in every row."""
-    return lax.rsqrt(frame.along_keys(vector, vector) + _L2_EPS)
+    """M q, a piece's rows each."""
+    return [frame.along_keys(pieces, query) for pieces in state]

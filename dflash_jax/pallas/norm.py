@@ -1,4 +1,4 @@
-"""A branch joins the residual and the sum is normed, in one launch.
+"""A branch, or a product's summands, join the residual and the sum is normed, in one launch.
 
 Implements: ops/norm.py, `add_rmsnorm`.
 Matches when: rows of at most 16384 entries.
@@ -6,6 +6,9 @@ Matches when: rows of at most 16384 entries.
 A program takes a row. Everything it needs is asked for before the sum of squares, so that one
 latency of the memory is exposed.
 """
+
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +29,21 @@ def supports(width: int) -> bool:
 @shared("eps", "offset", "interpret")
 def add_rmsnorm(x, branch, weight, *, eps: float, offset: bool, interpret: bool):
     """Args: as in the op. Returns: x + branch and its norm, in the shape and dtype of x."""
-    width = x.shape[-1]
+    width, size, parts = x.shape[-1], x.size, branch.size // x.size
     entries = pl.next_power_of_2(width)
-    out = jax.ShapeDtypeStruct((x.size,), x.dtype)
+    out = jax.ShapeDtypeStruct((size,), x.dtype)
 
     def kernel(x, branch, weight, total, normed):
         entry = jnp.arange(entries, dtype=jnp.int32)
         mask, place = entry < width, pl.program_id(0) * width + entry
-        first, second, factor = (
+        first, factor, *second = (
             load(ref.at[at], mask=mask, other=0.0).astype(jnp.float32)
-            for ref, at in ((x, place), (branch, place), (weight, entry))
+            for ref, at in (
+                (x, place), (weight, entry),
+                *((branch, part * size + place) for part in range(parts)),
+            )
         )
+        second = functools.reduce(operator.add, second)
         # The norm reads the sum as the residual keeps it.
         rounded = (first + second.astype(x.dtype).astype(jnp.float32)).astype(total.dtype)
         store(total.at[place], rounded, mask=mask)
@@ -49,7 +56,7 @@ def add_rmsnorm(x, branch, weight, *, eps: float, offset: bool, interpret: bool)
         kernel,
         name="add_rmsnorm",
         out_shape=(out, out),
-        grid=(x.size // width,),
+        grid=(size // width,),
         in_specs=[WHOLE] * 3,
         out_specs=(WHOLE,) * 2,
         interpret=interpret,

@@ -8,6 +8,8 @@ dims behind them are three arrays, so that a lane computes the angle of few pair
 sliced. Value and gate heads are copied.
 """
 
+import functools
+import operator
 from dataclasses import dataclass
 
 import jax
@@ -54,14 +56,14 @@ def norm_rope(
     """Norms and rotates the heads of the first two parts, query and key, and copies the others.
 
     Args:
-      projected: [B, W, N] float.
+      projected: [summands, B, W, N] float, whose sum is read.
       query_norm, key_norm: [D] float.
       positions: [B, W] or [B, W, 3] int32.
       fractions: [digits, rotary_dim / 2] int32, see ops/rope.py.
     Returns:
       per part [B, W, heads, D] in its dtype.
     """
-    batch, width, entries = projected.shape
+    summands, batch, width, entries = projected.shape
     dim, axes = query_norm.shape[0], 1 if rule.sections is None else 3
 
     def kernel(projected, query_norm, key_norm, positions, fractions, *outs):
@@ -71,7 +73,8 @@ def norm_rope(
 
             @pl.when((head >= 0) & (head < part.heads))
             def _(part=part, out=out, weight=weight, head=head):
-                source = line * entries + part.first + head * dim
+                first = line * entries + part.first + head * dim
+                source = [batch * width * entries * number + first for number in range(summands)]
                 target = (line * part.heads + head) * dim
                 if weight is None:
                     _copy(projected, source, out, target, dim, rule)
@@ -101,7 +104,7 @@ def norm_rope(
 def _copy(projected, source, out, target, dim: int, rule: Rule):
     entry = jnp.arange(pl.next_power_of_2(dim), dtype=jnp.int32)
     mask = entry < dim
-    value = _round(_read(projected, source + entry, mask), rule.before)
+    value = _round(_sum(projected, source, entry, mask), rule.before)
     store(out.at[target + entry], value.astype(out.dtype), mask=mask)
 
 
@@ -125,7 +128,7 @@ def _turn(projected, source, out, target, weight, fractions, position, rule: Rul
     if dim > rule.rotary_dim:
         rest = jnp.arange(pl.next_power_of_2(dim - rule.rotary_dim), dtype=jnp.int32)
         stretches.append((rule.rotary_dim + rest, rule.rotary_dim + rest < dim))
-    raw = [_read(projected, source + entry, mask) for entry, mask in stretches]
+    raw = [_sum(projected, source, entry, mask) for entry, mask in stretches]
     raw = [_round(x, rule.before) for x in raw]
     factors = [_read(weight, entry, mask) for entry, mask in stretches]
     cos, sin = turn(fractions, position)
@@ -138,6 +141,10 @@ def _turn(projected, source, out, target, weight, fractions, position, rule: Rul
     turned = (low * cos - high * sin, high * cos + low * sin, *rest)
     for (entry, mask), x in zip(stretches, turned, strict=True):
         store(out.at[target + entry], x.astype(out.dtype), mask=mask)
+
+
+def _sum(ref, starts, entry, mask):
+    return functools.reduce(operator.add, (_read(ref, start + entry, mask) for start in starts))
 
 
 def _read(ref, at, mask):

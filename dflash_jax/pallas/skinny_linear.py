@@ -1,12 +1,14 @@
 """A product of a few rows with a large matrix, whose rows are the tile's large side.
 
 Implements: ops/skinny_linear.py; linear_topk.py builds on `product`.
-Matches when: at most 128 rows of x; Mosaic GPU as in mosaic.py.
+Matches when: any rows of x, in tiles of up to 128; SwiGLU at most 128; Mosaic GPU as in mosaic.py.
 
 Where the matrix has too few tiles for the processors, its shared axis is split and the parts are
-added afterwards.
+added afterwards, by whoever reads them (`skinny_parts`) or by XLA.
 """
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
 import jax
@@ -15,10 +17,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from dflash_jax.pallas import mosaic
-from dflash_jax.pallas.common import WHOLE, dot, gpu_call, load, places, store
+from dflash_jax.pallas.common import (
+    WHOLE,
+    broadcast,
+    dot,
+    gpu_call,
+    load,
+    places,
+    shared,
+    store,
+)
 from dflash_jax.pallas.tiling import PROCESSORS, cut
 
-MAX_TOKENS = 128
+MAX_TOKENS = 128  # of a tile
+MOST_MEASURED = 64  # tokens up to which it was compared with XLA's products
+TILE = 64  # matrix rows of the smaller tile
+_MANY_ROWS = 12288  # enough for two programs a processor in few parts of larger tiles
+_LONG = 128  # entries of a long step
+_BEST_PROGRAMS = 260
 _PROGRAMS = 2 * PROCESSORS  # that run at once
 
 
@@ -34,7 +50,7 @@ class Tiles:
     @classmethod
     def of(cls, tokens: int, rows: int, dtype) -> "Tiles":
         """For so many tokens and tiles of so many matrix rows."""
-        padded = max(16, pl.next_power_of_2(tokens))
+        padded = min(MAX_TOKENS, max(16, pl.next_power_of_2(tokens)))
         wide = jnp.dtype(dtype).itemsize > 2
         return cls(
             tokens=padded, step=32 if wide else 64,
@@ -70,45 +86,90 @@ def product(x, matrix, rows, tokens, tiles: Tiles, first_step=0, steps=None):
     return total
 
 
-def linear(x, matrix, *, residual=None, out_dtype, interpret: bool, tiles=None):
+@dataclass(frozen=True)
+class Plan:
+    """Matrix rows of a tile, parts of the shared axis, and the loop over it."""
+
+    rows: int
+    parts: int
+    tiles: Tiles
+
+    @classmethod
+    def of(cls, tokens: int, rows: int, width: int, dtype) -> "Plan":
+        """For [tokens, width] times [rows, width]^T: about two programs a processor, as measured
+        best on an H200 from 2048 x 4096 to 16480 x 5120.
+
+        Very few tokens leave room for long steps; they and a large tile halve the reads of x. Every
+        part writes its sums, which counts where there are more tokens.
+        """
+        tiles = Tiles.of(tokens, 128, dtype)
+        if jnp.dtype(dtype).itemsize > 2 or tokens > MOST_MEASURED:
+            count, parts = cut(
+                rows, width, tokens, step=tiles.step, slots=_PROGRAMS, tiles=(128, TILE)
+            )
+            return cls(rows=count, parts=parts, tiles=tiles)
+        few = tokens <= 16
+        count = 2 * TILE if few and rows >= _MANY_ROWS else TILE
+        steps = width // _LONG if width % _LONG == 0 else 1
+        programs = [
+            (pl.cdiv(rows, count) * parts, parts)
+            for parts in (1, 2, 4, 8) if parts == 1 or steps % parts == 0 and steps >= 2 * parts
+        ]
+        parts = min(programs, key=lambda found: abs(math.log(found[0] / _BEST_PROGRAMS)))[1]
+        long = width % _LONG == 0 and (few or parts == 1)
+        step, stages = (_LONG, 3) if long else (64, 4)
+        return cls(
+            rows=count, parts=parts,
+            tiles=dataclasses.replace(tiles, step=step, num_stages=stages, num_warps=4),
+        )
+
+
+def linear(x, matrix, *, residual=None, out_dtype, interpret: bool, plan: Plan | None = None):
     """[T, rows] out_dtype of x [T, H] and matrix [rows, H], plus residual [T, rows] if given."""
-    tokens, width = x.shape
-    rows = matrix.shape[0]
-    tiles = tiles or Tiles.of(tokens, 128, x.dtype)
-    count, splits = cut(
-        rows, width, tokens, step=tiles.step, slots=_PROGRAMS, tiles=(128, 64)
-    )
-    steps = width // tiles.step // splits
-    fused = residual is not None and splits == 1
+    plan = plan or Plan.of(x.shape[0], *matrix.shape, x.dtype)
+    if plan.parts == 1:
+        options = dict(plan=plan, out_dtype=out_dtype, interpret=interpret)
+        return _products(x, matrix, residual, **options)[0]
+    summands = parts(x, matrix, interpret=interpret, plan=plan)
+    return plus(jnp.sum(summands, axis=0), residual, out_dtype)
+
+
+def parts(x, matrix, *, interpret: bool, plan: Plan | None = None):
+    """[parts, T, rows] fp32, whose sum is x times the transposed matrix."""
+    plan = plan or Plan.of(x.shape[0], *matrix.shape, x.dtype)
+    options = dict(plan=plan, out_dtype=jnp.dtype("float32"), interpret=interpret)
+    return _products(x, matrix, None, **options)
+
+
+@shared("plan", "out_dtype", "interpret")
+def _products(x, matrix, residual, *, plan: Plan, out_dtype, interpret: bool):
+    """[parts, T, rows] out_dtype; with a residual, which allows one part only, the sum."""
+    (tokens, width), rows, tiles = x.shape, matrix.shape[0], plan.tiles
+    steps = width // tiles.step // plan.parts
 
     def kernel(x, matrix, *refs):
-        row, token = _numbers(count, tiles)
-        split = pl.program_id(1)
-        part = {} if splits == 1 else dict(first_step=split * steps, steps=steps)
-        sums = product(x, matrix, row, token, tiles, **part)
+        row, token = _numbers(plan.rows, tiles)
+        token += pl.program_id(2) * tiles.tokens
+        number = pl.program_id(1)
+        part = {} if plan.parts == 1 else dict(first_step=number * steps, steps=steps)
+        made = product(x, matrix, row, token, tiles, **part).T
         at = places(token, row)
         mask = (token < tokens)[:, None] & (row < rows)[None, :]
-        made = sums.T
-        if fused:
-            before = load(refs[0].at[at], mask=mask, other=0.0)
+        *residual, out = refs
+        if residual:
+            before = load(residual[0].at[at], mask=mask, other=0.0)
             made = before.astype(jnp.float32) + made.astype(before.dtype).astype(jnp.float32)
-        out = refs[-1]
-        store(out.at[(jnp.full(mask.shape, split), *at)], made.astype(out.dtype), mask=mask)
+        store(out.at[broadcast(number, *at)], made.astype(out.dtype), mask=mask)
 
-    operands = (x, matrix, *([residual] if fused else []))
-    parts = gpu_call(
+    operands = (x, matrix, *([] if residual is None else [residual]))
+    return gpu_call(
         kernel,
         name="skinny_linear",
-        out_shape=jax.ShapeDtypeStruct(
-            (splits, tokens, rows), out_dtype if splits == 1 else jnp.float32
-        ),
-        grid=(pl.cdiv(rows, count), splits),
+        out_shape=jax.ShapeDtypeStruct((plan.parts, tokens, rows), out_dtype),
+        grid=(pl.cdiv(rows, plan.rows), plan.parts, pl.cdiv(tokens, tiles.tokens)),
         in_specs=[WHOLE] * len(operands), out_specs=WHOLE, interpret=interpret,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )(*operands)
-    if splits == 1:
-        return parts[0]
-    return plus(jnp.sum(parts, axis=0), residual, out_dtype)
 
 
 def swiglu(x, matrix, *, rounded: bool, interpret: bool, tiles=None):

@@ -7,10 +7,9 @@ Matches when: W <= 32; head_dim is a power of two and 16 divides the ring, both 
 import functools
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from dflash_jax.pallas import attention
-from dflash_jax.pallas.attention import MAX_WIDTH, Tiles, split_mask
+from dflash_jax.pallas.attention import MAX_WIDTH, Context, Tiles, load_rows, split_mask
 from dflash_jax.pallas.common import is_power_of_two
 
 
@@ -29,30 +28,34 @@ def attend(
     tiles = tiles or Tiles.of(query, block_key.shape[2], unit, capacity)
     return attention.attend(
         query, block_key, block_value, (ring_key, ring_value, slot, frontier), live,
-        reader=_ring(window), name="sliding_window_attention", scale=scale, tiles=tiles,
-        interpret=interpret, **split_mask(block_mask),
+        reader=_ring(window, query.shape[1]), name="sliding_window_attention", scale=scale,
+        tiles=tiles, interpret=interpret, **split_mask(block_mask),
     )
 
 
 @functools.cache
-def _ring(window: int):
+def _ring(window: int, width: int):
+    """Walks back from the frontier: what only some columns see, or nobody holds, comes last."""
+
     def reader(context, row, head, keys):
         ring_key, ring_value, slot, frontier = context
         slots, _, capacity, _ = ring_key.shape
         lane, end = jnp.clip(slot[row], 0, slots - 1), frontier[row]
+        # Column j sees the entry of position end - 1 - entry at distance entry + 1 + j.
+        entries = jnp.minimum(end, min(capacity, window - 1))
 
-        def read(first, _, column):
-            index = first + jnp.arange(keys, dtype=jnp.int32)
-            # The largest position below the frontier that belongs at the index.
-            position = end - 1 - (end - 1 - index + capacity) % capacity
-            held = (index < end) & (position >= 0)
-            near = end + column[:, None] - position[None, :] < window
-            visible = near & held[None, :]
-            place = pl.ds(first, keys)
-            # A value that no column sees is dead as well: its bytes may be anything.
-            seen = held & (end - position < window)
-            return ring_key[lane, head, place, :], ring_value[lane, head, place, :], seen, visible
+        def read(last, _, seen):
+            index = last - jnp.arange(keys, dtype=jnp.int32)
+            index = jnp.where(index < 0, index + capacity, index)
+            return load_rows((ring_key, ring_value), lane, head, index, seen=seen)
 
-        return jnp.minimum(end, capacity), lambda first: first, read
+        return Context(
+            entries=entries,
+            clear=jnp.minimum(entries, max(0, window - width)),
+            locate=lambda first: end - 1 - first,
+            settle=lambda last: last % capacity,
+            read=read,
+            sees=lambda entry, column: entry + 1 + column < window,
+        )
 
     return reader

@@ -6,10 +6,9 @@ Assumes: table entries of positions below the frontier are mapped.
 """
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from dflash_jax.pallas import attention
-from dflash_jax.pallas.attention import MAX_WIDTH, Tiles, split_mask
+from dflash_jax.pallas.attention import MAX_WIDTH, Context, Tiles, load_rows, split_mask
 from dflash_jax.pallas.common import is_power_of_two
 
 
@@ -39,12 +38,13 @@ def _pages(context, row, head, keys):
 
     def locate(first):
         entry = jnp.minimum(first // page, table.shape[1] - 1)
-        return jnp.clip(table[row, entry], 0, num_pages - 1)
+        return table[row, entry]
 
-    def read(number, first, column):
-        place = pl.ds(first % page, keys)
-        seen = first + jnp.arange(keys, dtype=jnp.int32) < length
-        visible = jnp.broadcast_to(seen[None, :], (column.shape[0], keys))
-        return key_pages[head, number, place, :], value_pages[head, number, place, :], seen, visible
+    def settle(number):
+        return jnp.clip(number, 0, num_pages - 1)
 
-    return length, locate, read
+    def read(number, first, seen):
+        offset = first % page + jnp.arange(keys, dtype=jnp.int32)
+        return load_rows((key_pages, value_pages), head, number, offset, seen=seen)
+
+    return Context(length, length, locate, settle, read, lambda entry, column: True)

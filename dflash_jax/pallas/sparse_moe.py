@@ -1,14 +1,15 @@
 """The experts of a few tokens, every active expert read once.
 
-Implements: ops/sparse_moe.py, the expert outputs of `expert_mlp`.
+Implements: ops/sparse_moe.py, the parts of `expert_parts`.
 Matches when: at most 128 tokens; hidden and inner are multiples of 16, and float8 blocks have
 columns in multiples of 16, or one block a row.
 
 A grid row belongs to one choice (token, rank). It works for its expert if no earlier choice names
-the same one, and ends at once otherwise: no sort, no list of active experts. All tokens are the
-rows of its products; a row counts where its token chose the expert. Two launches: gate and up with
-SwiGLU into [choices, tokens, inner], then down into the rows [token, rank] of the result. Float8
-values become x's dtype in registers, and the fp32 sum over each block is scaled.
+the same one, and ends at once otherwise: no sort, no list of active experts. One more grid row is
+the expert that all tokens share, if there is one. All tokens are the rows of its products; a row
+counts where its token chose the expert. Two launches: gate and up with SwiGLU into [choices,
+tokens, inner], then down, weighted, into the rows [rank, token] of the result. Float8 values become
+x's dtype in registers, and the fp32 sum over each block is scaled.
 """
 
 from dataclasses import dataclass
@@ -63,47 +64,58 @@ def supports(tokens: int, hidden: int, inner: int, columns=()) -> bool:
 
 
 @shared("interpret", "columns", "tiles")
-def expert_outputs(
-    x, experts, gate_up, down, *, interpret: bool, scales=(None, None), columns=(0, 0), tiles=None
+def expert_parts(
+    x, experts, weights, gate_up, down, common=None, *, interpret: bool, scales=(None, None),
+    columns=(0, 0), tiles=None,
 ):
-    """What every chosen expert makes of its token.
+    """What every chosen expert makes of its token, times its weight.
 
     Args:
-      x: [T, H]. experts: [T, k] int32, distinct within a token.
+      x: [T, H]. experts: [T, k] int32, distinct within a token. weights: [T, k] fp32.
       gate_up: [E, 2I, H]. down: [E, H, I].
       scales: of gate_up and of down, None or [E, out / rows, ceil(in / columns)] fp32.
       columns: of a block of each, read where there are scales. Static.
+      common: of the expert of all tokens, (weights [T] fp32, gate_up, down, scales) like the above
+        with E = 1; None without one.
     Returns:
-      [T, k, H] fp32; the SwiGLU product is rounded to x's dtype.
+      [k, T, H] fp32, and one more behind them for `common`; the SwiGLU product is rounded to x's
+      dtype.
     """
     (tokens, hidden), k, inner = x.shape, experts.shape[1], down.shape[2]
     rows = max(16, pl.next_power_of_2(tokens))
     used = tuple(c for c, scale in zip(columns, scales, strict=True) if scale is not None)
     tiles = tiles or Tiles.of(rows, hidden, inner, used)
+    every, *further = common or (None,)
+    stacks = [(gate_up, down, scales), *([further] if further else [])]
     choices = tokens * k
-    common = dict(
-        out_specs=WHOLE, interpret=interpret, num_warps=tiles.num_warps, num_stages=tiles.num_stages
-    )
+
+    def call(name, which, kernel, out, width, *operands):
+        """`kernel` for each choice and `width` tiles of the rows of gate_up or down."""
+        blocks, refs = [], []
+        for *matrices, scale in stacks:
+            shape, values = blocks_of(matrices[which], scale[which], columns[which])
+            blocks.append(shape)
+            refs += [matrices[which], *values]
+        return gpu_call(
+            kernel(tiles, (rows, tokens, k), blocks, interpret), name=name,
+            out_shape=out, grid=(choices + len(stacks) - 1, width),
+            in_specs=[WHOLE] * (len(operands) + len(refs)), out_specs=WHOLE, interpret=interpret,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        )(*operands, *refs)
+
     flat = experts.reshape(-1)
-    blocks, values = blocks_of(gate_up, scales[0], columns[0])
-    mixed = gpu_call(
-        _gate_up_kernel(tiles, rows, tokens, inner, blocks, interpret),
-        name="sparse_moe_gate_up",
-        out_shape=jax.ShapeDtypeStruct((choices, rows, inner), x.dtype),
-        grid=(choices, inner // tiles.inner),
-        in_specs=[WHOLE] * (3 + len(values)),
-        **common,
-    )(x, flat, gate_up, *values)
-    blocks, values = blocks_of(down, scales[1], columns[1])
-    outputs = gpu_call(
-        _down_kernel(tiles, rows, tokens, k, blocks, interpret),
-        name="sparse_moe_down",
-        out_shape=jax.ShapeDtypeStruct((choices, hidden), jnp.float32),
-        grid=(choices, hidden // tiles.hidden),
-        in_specs=[WHOLE] * (3 + len(values)),
-        **common,
-    )(mixed, flat, down, *values)
-    return outputs.reshape(tokens, k, hidden)
+    mixed = call(
+        "sparse_moe_gate_up", 0, _gate_up_kernel,
+        jax.ShapeDtypeStruct((choices + len(stacks) - 1, rows, inner), x.dtype),
+        inner // tiles.inner, x, flat,
+    )
+    parts = k + len(stacks) - 1
+    made = call(
+        "sparse_moe_down", 1, _down_kernel,
+        jax.ShapeDtypeStruct((parts * tokens, hidden), jnp.float32), hidden // tiles.hidden,
+        mixed, flat, weights.reshape(-1), *([every] if further else []),
+    )
+    return made.reshape(parts, tokens, hidden)
 
 
 def blocks_of(matrices, scale, columns):
@@ -128,16 +140,20 @@ def product(left, matrices, scale, blocks, at, interpret):
     return dot(left, widened(right, left.dtype, interpret=interpret).T) * factor[None, :]
 
 
-def _gate_up_kernel(tiles: Tiles, rows: int, tokens: int, inner: int, blocks, interpret):
-    def kernel(x, experts, gate_up, *scale_and_out):
-        *scale, out = scale_and_out
+def _gate_up_kernel(tiles: Tiles, extents, blocks, interpret):
+    rows, tokens, _ = extents
+
+    def kernel(x, experts, *matrices_and_out):
+        *matrices, out = matrices_and_out
         choice, block = pl.program_id(0), pl.program_id(1)
-        expert = experts[choice]
+        inner = out.shape[2]
         token = jnp.arange(rows, dtype=jnp.int32)
         columns = jnp.arange(tiles.hidden_step, dtype=jnp.int32)
 
-        @pl.when(_is_first(experts, choice, expert))
-        def _():
+        def work(source, expert):
+            gate_up, scale, shape = source
+            slot = 0 if expert is None else expert
+
             def step(index, sums):
                 first = index * tiles.hidden_step
                 at = places(token, first + columns)
@@ -145,7 +161,7 @@ def _gate_up_kernel(tiles: Tiles, rows: int, tokens: int, inner: int, blocks, in
                 starts = (start + block * tiles.inner for start in (0, inner))
                 gate, up = (
                     product(
-                        part, gate_up, scale, blocks, (expert, start, tiles.inner, first), interpret
+                        part, gate_up, scale, shape, (slot, start, tiles.inner, first), interpret
                     )
                     for start in starts
                 )
@@ -157,40 +173,76 @@ def _gate_up_kernel(tiles: Tiles, rows: int, tokens: int, inner: int, blocks, in
             mixed = gate * jax.nn.sigmoid(gate) * up
             out[choice, :, pl.ds(block * tiles.inner, tiles.inner)] = mixed.astype(out.dtype)
 
+        _once(experts, choice, _sources(matrices, blocks), work)
+
     return kernel
 
 
-def _down_kernel(tiles: Tiles, rows: int, tokens: int, k: int, blocks, interpret):
+def _down_kernel(tiles: Tiles, extents, blocks, interpret):
+    rows, tokens, k = extents
     wide = pl.next_power_of_2(k)
 
-    def kernel(mixed, experts, down, *scale_and_out):
-        *scale, out = scale_and_out
+    def kernel(mixed, experts, weights, *refs):
+        *refs, out = refs
+        every, matrices = (refs[0], refs[1:]) if len(blocks) > 1 else (None, refs)
         choice, block = pl.program_id(0), pl.program_id(1)
-        expert = experts[choice]
         token = jnp.arange(rows, dtype=jnp.int32)
         rank = jnp.arange(wide, dtype=jnp.int32)
 
-        @pl.when(_is_first(experts, choice, expert))
-        def _():
+        def places_and_weights(expert):
+            """Of each token: the rank it gave the expert, whether it did, and the weight."""
+            if expert is None:
+                there = token < tokens
+                return k, there, load(every.at[token], mask=there, other=0.0)
+            known = (token < tokens)[:, None] & (rank < k)[None, :]
+            chosen = load(experts.at[token[:, None] * k + rank[None, :]], mask=known, other=-1)
+            named = known & (chosen == expert)
+            given = jnp.sum(jnp.where(named, rank[None, :], 0), axis=1)
+            takes = jnp.sum(named.astype(jnp.int32), axis=1) > 0
+            return given, takes, load(weights.at[token * k + given], mask=takes, other=0.0)
+
+        def work(source, expert):
+            down, scale, shape = source
+            slot = 0 if expert is None else expert
+
             def step(index, total):
                 first = index * tiles.inner_step
-                at = expert, block * tiles.hidden, tiles.hidden, first
+                at = slot, block * tiles.hidden, tiles.hidden, first
                 part = mixed[choice, :, pl.ds(first, tiles.inner_step)]
-                return total + product(part, down, scale, blocks, at, interpret)
+                return total + product(part, down, scale, shape, at, interpret)
 
             steps = mixed.shape[2] // tiles.inner_step
             empty = jnp.zeros((rows, tiles.hidden), jnp.float32)
             total = lax.fori_loop(0, steps, step, empty)
-            known = (token < tokens)[:, None] & (rank < k)[None, :]
-            chosen = load(experts.at[token[:, None] * k + rank[None, :]], mask=known, other=-1)
-            named = known & (chosen == expert)
-            row = token * k + jnp.sum(jnp.where(named, rank[None, :], 0), axis=1)
-            takes = jnp.sum(named.astype(jnp.int32), axis=1) > 0
+            given, takes, weight = places_and_weights(expert)
             column = block * tiles.hidden + jnp.arange(tiles.hidden, dtype=jnp.int32)
             mask = jnp.broadcast_to(takes[:, None], total.shape)
-            store(out.at[places(row, column)], total, mask=mask)
+            # A token that did not choose it has no address: nothing is put back.
+            at = places(jnp.where(takes, given * tokens + token, out.shape[0]), column)
+            store(out.at[at], weight[:, None] * total, mask=mask)
+
+        _once(experts, choice, _sources(matrices, blocks), work)
 
     return kernel
+
+
+def _sources(refs, blocks):
+    """Matrices, scale and extents of a block: of the choices, and of the expert of all tokens."""
+    each = len(refs) // len(blocks)
+    return [
+        (refs[first * each], refs[first * each + 1 : (first + 1) * each], shape)
+        for first, shape in enumerate(blocks)
+    ]
+
+
+def _once(experts, choice, sources, work):
+    """`work(source, expert)` if no choice before this one names the same expert; behind the last
+    choice for the expert of all tokens, as None."""
+    count = experts.shape[0]
+    expert = experts[jnp.minimum(choice, count - 1)]
+    pl.when((choice < count) & _is_first(experts, choice, expert))(lambda: work(sources[0], expert))
+    if len(sources) > 1:
+        pl.when(choice == count)(lambda: work(sources[1], None))
 
 
 def _is_first(experts, choice, expert):

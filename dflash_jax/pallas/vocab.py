@@ -112,7 +112,7 @@ def _kernel(k: int, kept: int, shape: tuple[int, int], entries_first: bool, elig
 
         start = (jnp.zeros((kept,), jnp.int32), jnp.zeros((kept,), jnp.int32), keys)
         found, at, _ = lax.fori_loop(0, k, choose, start)
-        best[row, :] = _score(found)
+        best[row, :] = score(found)
         ids[row, :] = at
 
     return kernel
@@ -130,6 +130,7 @@ def key(scores):
     return jnp.where(bits < 0, bits ^ np.int32(2**31 - 1), bits)
 
 
-def _score(keys):
+def score(keys):
+    """The fp32 scores of keys."""
     bits = jnp.where(keys < 0, keys ^ np.int32(2**31 - 1), keys)
     return lax.bitcast_convert_type(bits, jnp.float32)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dflash_jax.config import GdnConfig
-from dflash_jax.ops.gated_delta_rule import gated_delta_fold
+from dflash_jax.ops.gated_delta_rule import gated_delta_folds
 
 
 @struct.dataclass
@@ -43,30 +43,37 @@ class GdnState:
 class GdnRecords:
     """What a verify pass leaves for the fold, per column of one layer.
 
-    key:        [B, cols, Hk, Dk] bf16, after convolution and SiLU, before the L2 norm.
-    value:      [B, cols, Hv, Dv] bf16.
+    Not the raw k and v of contracts 6.3.5: verification has normalised the one and made delta of
+    the other, and with those the fold has no sum left to do. It costs twice their bytes.
+
+    key:        [B, cols, Hk, Dk] fp32, normalised.
+    delta:      [B, cols, Hv, Dv] fp32, beta (v - alpha M k) with the state M before the column.
     decay:      [B, cols, Hv, 2] fp32, {g, beta}.
     conv_input: [B, cols, channels] bf16, the projected column.
     """
 
     key: jax.Array
-    value: jax.Array
+    delta: jax.Array
     decay: jax.Array
     conv_input: jax.Array
 
 
-def fold(state: GdnState, records: GdnRecords, rows, path, count, *, implementation) -> GdnState:
-    """Applies the first `count` records along `path` to each row's state.
+def fold(states, records, rows, path, count, *, implementation) -> tuple[GdnState, ...]:
+    """Applies the first `count` records along `path` to each row's state in every layer.
 
     Args:
+      states, records: `GdnState` and `GdnRecords` of each layer.
       rows: `Rows`; states are read at read_slot and written at write_slot.
       path: [B, cols] int32, columns in order; entries past count are never applied.
       implementation: that of the verification that left the records. Static.
       count: [B] int32; a row with 0 leaves every byte unchanged.
     Source: contracts 9.3.
     """
-    recurrent, conv = gated_delta_fold(
-        records.key, records.value, records.decay, records.conv_input, state.recurrent, state.conv,
-        path, rows.read_slot, rows.write_slot, count, implementation=implementation,
+    layers = tuple(
+        (kept.key, kept.delta, kept.decay, kept.conv_input, state.recurrent, state.conv)
+        for state, kept in zip(states, records, strict=True)
     )
-    return GdnState(recurrent=recurrent, conv=conv)
+    folded = gated_delta_folds(
+        layers, path, rows.read_slot, rows.write_slot, count, implementation=implementation
+    )
+    return tuple(GdnState(recurrent=recurrent, conv=conv) for recurrent, conv in folded)

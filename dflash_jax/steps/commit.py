@@ -40,9 +40,9 @@ def commit(
         state.target.kv, verification.kv_rows, path, table, before.frontier, committed,
         implementation=models.run.implementation,
     )
-    gdn = tuple(
-        fold(layer, records, rows, path, committed, implementation=models.run.implementation)
-        for layer, records in zip(state.target.gdn, verification.gdn_records, strict=True)
+    gdn = fold(
+        state.target.gdn, verification.gdn_records, rows, path, committed,
+        implementation=models.run.implementation,
     )
     last = jnp.maximum(committed - 1, 0)[:, None]
     hidden = jnp.take_along_axis(along(verification.hidden), last[:, :, None], axis=1)[:, 0]

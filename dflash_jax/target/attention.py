@@ -1,6 +1,5 @@
 """Gated full attention of the target: partial three-axis rotation, paged context, output gate."""
 
-import jax.numpy as jnp
 from flax import linen as nn
 
 from dflash_jax.config import DtypePolicy, TargetConfig
@@ -46,15 +45,15 @@ class GatedAttention(nn.Module):
           pages: `KVPages` of this layer; read only.
           prefill: whether x is a chunk of a prompt, whose products have no kernel.
         Returns:
-          y [B, W, H] fp32, not yet rounded, and the columns' rows (key, value), each
-          [B, W, Hkv, D], as the cache will store them: the block is attended in that form, so a
-          write first would change nothing.
+          y [parts, B, W, H] fp32, to be added up and rounded, and the columns' rows (key, value),
+          each [B, W, Hkv, D], as the cache will store them: the block is attended in that form, so
+          a write first would change nothing.
         """
         config, dtype = self.config, self.dtypes.activation_dtype
         products = "xla" if prefill else self.implementation
         rope = config.rope
         heads = norm_rope(
-            self.qgkv.joined(x, jnp.float32, products), self.query_norm.weight,
+            self.qgkv.parts(x, products), self.query_norm.weight,
             self.key_norm.weight, columns.positions, heads=(config.query_heads, config.kv_heads),
             gated=True, eps=config.norm_eps, offset=True, theta=rope.theta,
             mrope=(rope.rotary_dim(config.head_dim), rope.mrope_section),
@@ -67,4 +66,4 @@ class GatedAttention(nn.Module):
             scale=config.head_dim**-0.5, gate=heads.gate, implementation=self.implementation,
         )
         mixed = mixed.reshape(*x.shape[:2], -1)
-        return self.output(mixed, jnp.float32, products), (heads.key, heads.value)
+        return self.output.parts(mixed, products), (heads.key, heads.value)

@@ -8,6 +8,7 @@ from dflash_jax.layers import FusedLinear, Linear, RMSNorm, matrix_init
 from dflash_jax.ops.causal_conv1d import shift_history
 from dflash_jax.ops.gated_delta_block import block_inputs, close_heads, gated_delta_block
 from dflash_jax.ops.gated_delta_rule import gated_delta_prefill
+from dflash_jax.ops.norm import added
 from dflash_jax.state.gdn import GdnRecords, GdnState
 
 
@@ -41,18 +42,18 @@ class GatedDeltaNet(nn.Module):
         self.output = Linear(hidden, gdn.value_width, param, block)
 
     def verify(self, x, columns, state: GdnState):
-        """[B, W, H] normed -> y [B, W, H] and `GdnRecords`; the state is read only."""
+        """[B, W, H] normed -> y [parts, B, W, H] fp32 and `GdnRecords`; the state is read only."""
         projected, gates = self._project(x, self.implementation)
-        output, inputs = gated_delta_block(
+        output, inputs, delta = gated_delta_block(
             projected, gates, state.conv, self.conv, self.A_log, self.dt_bias, self.norm.weight,
             state.recurrent, columns.slot, columns.parent, columns.live,
             key_heads=self.config.gdn.key_heads, eps=self.config.norm_eps, chain=columns.chain,
             implementation=self.implementation,
         )
         records = GdnRecords(
-            key=inputs.key, value=inputs.value, decay=inputs.decay, conv_input=inputs.conv_input
+            key=inputs.key, delta=delta, decay=inputs.decay, conv_input=inputs.conv_input
         )
-        return self.output(output, jnp.float32, self.implementation), records
+        return self.output.parts(output, self.implementation), records
 
     def prefill(self, x, columns, state: GdnState):
         """[B, T, H] normed -> y [B, T, H] and the rows' image after the live columns."""
@@ -61,7 +62,7 @@ class GatedDeltaNet(nn.Module):
         inputs = block_inputs(
             projected, gates, state.conv, self.conv, self.A_log, self.dt_bias, columns.slot,
             columns.parent, key_heads=gdn.key_heads, heads=image.recurrent.shape[1:],
-            chain=columns.chain, implementation=self.implementation,
+            chain=columns.chain, unit=False, implementation=self.implementation,
         )
         mixed, recurrent = gated_delta_prefill(
             inputs.query, inputs.key, inputs.value, inputs.decay, image.recurrent, columns.live,
@@ -69,14 +70,14 @@ class GatedDeltaNet(nn.Module):
         )
         conv = shift_history(image.conv, inputs.conv_input, None, columns.live)
         wide = gdn.channels + gdn.value_width
+        gate = added(projected[..., gdn.channels : wide])
         output = close_heads(
-            mixed, projected[..., gdn.channels : wide], self.norm.weight, self.config.norm_eps,
-            image.conv.dtype,
+            mixed, gate, self.norm.weight, self.config.norm_eps, image.conv.dtype
         )
         y = self.output(output, output.dtype, "xla")
         return y, GdnState(recurrent=recurrent, conv=conv)
 
     def _project(self, x, implementation):
-        """[B, W, channels + Hv * Dv (+ 2 * Hv)] fp32, and the gates' rows if they are apart."""
-        joined = self.in_proj.joined(x, jnp.float32, implementation)
+        """[parts, B, W, channels + Hv * Dv (+ 2 * Hv)] fp32; the gates' rows if they are apart."""
+        joined = self.in_proj.parts(x, implementation)
         return joined, None if self.gates is None else self.gates.joined(x, jnp.float32)

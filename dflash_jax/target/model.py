@@ -9,7 +9,6 @@ from dflash_jax.config import DtypePolicy, LayerKind, TargetConfig
 from dflash_jax.config.block_scaled import DENSE_MATRICES
 from dflash_jax.layers import RMSNorm, SwiGlu, matrix_init
 from dflash_jax.ops.linear import linear
-from dflash_jax.ops.norm import add_branch
 from dflash_jax.ops.softmax_attention import ancestor_mask
 from dflash_jax.state.gdn import GdnRecords, GdnState
 from dflash_jax.state.target import TargetState
@@ -110,9 +109,11 @@ class TargetBlock(nn.Module):
     def __call__(self, x, branch, columns: TargetColumns, memory, *, records: bool):
         """Runs on the residual x + branch and this layer's `KVPages` or `GdnState`.
 
-        Returns: x and branch of the next block, and this layer's rows, records or new image.
+        Returns: x and branch of the next block, which may be in parts (`add_rmsnorm`), this layer's
+        rows, records or new image, and x + branch.
         """
         x, normed = self.input_norm.after(x, branch, self.implementation)
+        before = x
         if self.kind == LayerKind.FULL:
             mixed, kept = self.attention(normed, columns, memory, prefill=not records)
         elif records:
@@ -122,8 +123,8 @@ class TargetBlock(nn.Module):
         x, normed = self.post_norm.after(x, mixed, self.implementation)
         if self.config.moe is None:
             products = self.implementation if records else "xla"  # a long chunk's have no kernel
-            return x, self.mlp(normed, jnp.float32, products), kept
-        return x, self.moe(normed, prefill=not records), kept
+            return x, self.mlp.parts(normed, products), kept, before
+        return x, self.moe(normed), kept, before
 
 
 class Target(nn.Module):
@@ -170,24 +171,19 @@ class Target(nn.Module):
         return self._run(embedded, columns, state, records=False)
 
     def _run(self, embedded, columns, state, *, records):
-        kv_rows, gdn, residuals = [], [], {}
+        kv_rows, gdn, residuals = [], [], []
         x, branch = embedded, None
-        for index, (layer, kind) in enumerate(
-            zip(self.layers, self.config.layer_types, strict=True)
-        ):
-            if kind == LayerKind.FULL:
-                memory = state.kv[len(kv_rows)]
-                x, branch, rows = layer(x, branch, columns, memory, records=records)
-                kv_rows.append(rows)
-            else:
-                memory = state.gdn[len(gdn)]
-                x, branch, kept = layer(x, branch, columns, memory, records=records)
-                gdn.append(kept)
-            if index in self.capture:
-                residuals[index] = add_branch(x, branch)
-        captured = [residuals[index] for index in self.capture]
+        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+            kept = kv_rows if kind == LayerKind.FULL else gdn
+            memory = (state.kv if kind == LayerKind.FULL else state.gdn)[len(kept)]
+            x, branch, made, before = layer(x, branch, columns, memory, records=records)
+            kept.append(made)
+            residuals.append(before)
+        last, hidden = self.final_norm.after(x, branch, self.implementation)
+        # A block's branch is added by the norm behind it.
+        behind = [*residuals[1:], last]
+        captured = [behind[index] for index in self.capture]
         features = jnp.concatenate(captured, axis=-1) if captured else x[..., :0]
-        _, hidden = self.final_norm.after(x, branch, self.implementation)
         return TargetOutput(
             hidden=hidden, features=features, kv_rows=tuple(kv_rows), gdn=tuple(gdn)
         )

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import lax
 
 from dflash_jax.config import DtypePolicy, TargetConfig
 from dflash_jax.layers import FP8, FusedLinear, SwiGlu, matrix_init, scale_init, scale_shape
 from dflash_jax.ops.block_scaled_linear import BlockScale
-from dflash_jax.ops.sparse_moe import expert_mlp, route
+from dflash_jax.ops.sparse_moe import Matrices, choose_experts, expert_parts
 
 
 class SparseMoe(nn.Module):
@@ -33,26 +32,25 @@ class SparseMoe(nn.Module):
         blocks = (self._block("shared/gate_up"), self._block("shared/down"))
         self.shared = SwiGlu(hidden, moe.shared_intermediate, param, blocks=blocks)
 
-    def __call__(self, x, *, prefill: bool):
-        """[B, W, H] normed -> [B, W, H]; a prompt's chunk has no kernel for its products."""
-        dtype = self.dtypes.activation_dtype
-        products = "xla" if prefill else self.implementation
-        tokens = x.reshape(-1, x.shape[-1])
-        scores, experts = self.router.joined(tokens, jnp.float32), self.config.moe.num_experts
-        routing = route(
-            scores, self.config.moe.experts_per_token, experts=experts,
+    def __call__(self, x):
+        """[B, W, H] normed -> [parts, B, W, H] fp32, to be added in this order."""
+        moe, tokens = self.config.moe, x.reshape(-1, x.shape[-1])
+        routing = choose_experts(
+            tokens, self.router.kernel, moe.experts_per_token, experts=moe.num_experts, shared=True,
             implementation=self.implementation,
         )
         self.sow("intermediates", "experts", routing.experts)  # nothing unless somebody asks
-        routed = expert_mlp(
-            tokens, routing, self.gate_up, self.down, jnp.float32,
-            scales=(self.gate_up_scale, self.down_scale), implementation=self.implementation,
+        routed = Matrices(
+            gate_up=self.gate_up, down=self.down, gate_up_scale=self.gate_up_scale,
+            down_scale=self.down_scale,
         )
-        # Apart: XLA would join the router's product with this one, and their matrices every time.
-        apart = lax.optimization_barrier(tokens)
-        shared = self.shared(apart, jnp.float32, products)
-        shared = shared * jax.nn.sigmoid(scores[:, experts:])
-        return (routed + shared).astype(dtype).reshape(x.shape)
+        shared = Matrices(
+            gate_up=self.shared.gate_up.kernel, down=self.shared.down.kernel,
+            gate_up_scale=self.shared.gate_up.scale, down_scale=self.shared.down.scale,
+        )
+        shared = jax.tree.map(lambda leaf: leaf[None], shared)
+        parts = expert_parts(tokens, routing, routed, shared, implementation=self.implementation)
+        return parts.reshape(-1, *x.shape)
 
     def _block(self, name):
         return self.config.fp8_block(self.layer, f"moe/{name}")

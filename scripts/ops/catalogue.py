@@ -30,7 +30,7 @@ def cases(full: bool) -> list[Case]:
     found = []
     for batch in rows:
         found += [verify(batch, 8, chain=True), verify(batch, 16, chain=False)]
-        found += [fold(batch, 8, 5)]
+        found += [fold(batch, 8, 5), fold(batch, 8, 5, layers=6)]
         found += [prefill(batch, 1024, heads) for heads in ((48, 32) if full else (48,))]
         found += [delta_block(batch, width) for width in ((1, 8, 16) if full else (8,))]
         found += [paged(batch, 8, context) for context in ((4096, 32768) if full else (4096,))]
@@ -61,8 +61,9 @@ def verify(batch: int, width: int, *, chain: bool) -> Case:
 
     def make(key):
         keys = jax.random.split(key, 5)
+        vectors = (normal(k, (batch, width, key_heads, dim)) for k in keys[:2])
         return (
-            *(normal(k, (batch, width, key_heads, dim)) for k in keys[:2]),
+            *gated_delta_rule.unit_vectors(*vectors),
             normal(keys[2], (batch, width, value_heads, dim)),
             _decay(keys[3], (batch, width, value_heads)),
             normal(keys[4], (batch, value_heads, dim, dim), jnp.float32, 0.1),
@@ -71,65 +72,83 @@ def verify(batch: int, width: int, *, chain: bool) -> Case:
         )
 
     def exact(query, key, value, decay, state, slot, parent, live):
+        query, key = query * 1e3, key * 1e3  # the oracle normalises, and adds an epsilon then
         return np.stack([
             delta_oracle.tree(state[b], query[b], key[b], value[b], decay[b], parent[b], live[b])
             for b in range(batch)
         ])
 
+    def form(name):
+        def run(*args):
+            return gated_delta_rule.gated_delta_verify(*args, chain=chain, implementation=name)[0]
+        return run
+
     state = batch * value_heads * dim * dim * 4
     return Case(
         name=f"gated_delta_verify {'chain' if chain else 'tree'} B={batch} W={width}",
         bytes=state, make=make, exact=exact if batch == 1 else None, tolerance=2e-5,
-        forms={form: functools.partial(
-            gated_delta_rule.gated_delta_verify, chain=chain, implementation=form
-        ) for form in BOTH},
+        forms={name: form(name) for name in BOTH},
     )
 
 
-def fold(batch: int, width: int, count: int) -> Case:
-    """GDN commit of one 27B layer, in place: so many records of a block."""
+def fold(batch: int, width: int, count: int, layers: int = 1) -> Case:
+    """GDN commit of 27B layers, in place: so many records of a block."""
     key_heads, value_heads, dim = 16, 48, 128
     channels = (2 * key_heads + value_heads) * dim
 
-    def make(key):
+    def layer(key):
         keys = jax.random.split(key, 6)
-        slot = jnp.arange(batch, dtype=jnp.int32)
-        return (
-            normal(keys[0], (batch, width, key_heads, dim)),
-            normal(keys[1], (batch, width, value_heads, dim)),
+        records = (
+            normal(keys[0], (batch, width, key_heads, dim), jnp.float32, dim**-0.5),
+            normal(keys[1], (batch, width, value_heads, dim), jnp.float32),
             _decay(keys[2], (batch, width, value_heads)),
             normal(keys[4], (batch, width, channels)),
-            (normal(keys[3], (batch, value_heads, dim, dim), jnp.float32, 0.1),
-             normal(keys[5], (batch, 3, channels))),
-            jnp.tile(jnp.arange(width, dtype=jnp.int32), (batch, 1)), slot, slot,
-            jnp.full((batch,), count, jnp.int32),
         )
+        state = normal(keys[3], (batch, value_heads, dim, dim), jnp.float32, 0.1)
+        return records, (state, normal(keys[5], (batch, 3, channels)))
 
-    def exact(key, value, decay, inputs, pools, path, read, write, kept):
-        state, conv = pools
-        states = [
-            delta_oracle.sequence(state[b], key[b], key[b], value[b], decay[b], kept[b])[1]
-            for b in range(batch)
-        ]
-        histories = [
-            np.concatenate([conv[b], inputs[b, : kept[b]]])[-3:].astype(np.float64)
-            for b in range(batch)
-        ]
-        return np.stack(states), np.stack(histories)
+    def make(key):
+        records, pools = zip(*(layer(k) for k in jax.random.split(key, layers)), strict=True)
+        slot = jnp.arange(batch, dtype=jnp.int32)
+        path = jnp.tile(jnp.arange(width, dtype=jnp.int32), (batch, 1))
+        return records, pools, path, slot, slot, jnp.full((batch,), count, jnp.int32)
+
+    def exact(records, pools, path, read, write, kept):
+        found = []
+        for (key, delta, decay, inputs), pair in zip(records, pools, strict=True):
+            state, conv = (x.astype(np.float64) for x in pair)
+            states = [
+                _increased(state[b], key[b], delta[b], decay[b], kept[b]) for b in range(batch)
+            ]
+            histories = [
+                np.concatenate([conv[b], inputs[b, : kept[b]].astype(np.float64)])[-3:]
+                for b in range(batch)
+            ]
+            found.append((np.stack(states), np.stack(histories)))
+        return found
 
     def form(name):
-        def run(key, value, decay, inputs, pools, *rest):
-            return gated_delta_rule.gated_delta_fold(
-                key, value, decay, inputs, *pools, *rest, implementation=name
-            )
+        def run(records, pools, *rest):
+            joined = tuple((*one, *pair) for one, pair in zip(records, pools, strict=True))
+            return gated_delta_rule.gated_delta_folds(joined, *rest, implementation=name)
         return run
 
+    several = f" layers={layers}" if layers > 1 else ""
     return Case(
-        name=f"gated_delta_fold B={batch} W={width} N={count}",
-        bytes=2 * batch * value_heads * dim * dim * 4, make=make, state=4,
+        name=f"gated_delta_fold B={batch} W={width} N={count}{several}",
+        bytes=2 * layers * batch * value_heads * dim * dim * 4, make=make, state=1,
         exact=exact if batch == 1 else None, tolerance=2e-5,
         forms={name: form(name) for name in BOTH},
     )
+
+
+def _increased(state, key, delta, decay, count):
+    """One row's float64 states after `count` increments."""
+    for column in range(count):
+        k = np.repeat(key[column], len(state) // key.shape[1], axis=0)
+        alpha = np.exp(decay[column, :, 0].astype(np.float64))
+        state = alpha[:, None, None] * state + delta[column][:, :, None] * k[:, None, :]
+    return state
 
 
 def prefill(batch: int, tokens: int, value_heads: int) -> Case:

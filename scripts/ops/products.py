@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.ops.skinny_linear import skinny_linear, skinny_swiglu
+from dflash_jax.ops.norm import add_rmsnorm
+from dflash_jax.ops.skinny_linear import skinny_linear, skinny_parts, skinny_swiglu
 from scripts.ops.case import Case, normal
 
 FORMS = ("xla", "pallas", "mosaic")
@@ -14,8 +15,9 @@ FORMS = ("xla", "pallas", "mosaic")
 
 def cases(full: bool) -> list[Case]:
     """All of them; `full` adds the smaller matrices and more rows."""
-    found = [mixed(8, 17408, 5120), added(8, 5120, 17408)]
+    found = [mixed(8, 17408, 5120), added(8, 5120, 17408), normed(8, 5120, 17408)]
     if full:
+        found += [normed(8, 5120, 6144), normed(64, 5120, 17408), normed(8, 2048, 4096)]
         found += [added(8, 16480, 5120), added(8, 5120, 6144), added(8, 96, 5120)]
         found += [mixed(64, 17408, 5120), added(64, 5120, 17408)]
     return found
@@ -49,6 +51,31 @@ def added(tokens: int, rows: int, width: int) -> Case:
         name=f"skinny_linear + residual {rows} x {width} T={tokens}", bytes=rows * width * 2,
         make=make, exact=lambda x, matrix, residual: residual + wide_product(x, matrix),
         forms={form: run(form) for form in FORMS},
+    )
+
+
+def normed(tokens: int, rows: int, width: int) -> Case:
+    """The last product of a branch, in parts, and the norm behind it that adds them."""
+    def make(key):
+        keys = jax.random.split(key)
+        around = normal(keys[1], (tokens, rows)), normal(keys[1], (rows,), "float32")
+        return *operands(keys[0], tokens, rows, width), *around
+
+    def run(form):
+        def both(x, matrix, residual, weight):
+            parts = skinny_parts(x, matrix, implementation=form)
+            return add_rmsnorm(residual, parts, weight, 1e-6, offset=True, implementation=form)
+
+        return both
+
+    def exact(x, matrix, residual, weight):
+        total = residual.astype(np.float64) + wide_product(x, matrix)
+        scale = np.sqrt(np.mean(total * total, axis=1, keepdims=True) + 1e-6)
+        return total, total / scale * (1.0 + weight)
+
+    return Case(
+        name=f"skinny_parts + add_rmsnorm {rows} x {width} T={tokens}", bytes=rows * width * 2,
+        make=make, exact=exact, forms={form: run(form) for form in ("xla", "pallas")},
     )
 
 

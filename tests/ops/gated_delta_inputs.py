@@ -66,8 +66,17 @@ class Columns:
     def all(self):
         return self.query, self.key, self.value, self.decay
 
-    def records(self):
-        return self.key, self.value, self.decay
+    def read(self):
+        """What verification reads: queries and keys normalised, but for poison, which stays."""
+        query, key = (_unit(x) for x in (self.query, self.key))
+        return query * np.float32(query.shape[-1] ** -0.5), key, self.value, self.decay
+
+
+def _unit(x):
+    usual = np.abs(x.astype(np.float64)) < 1e30
+    wide = np.where(usual, x, 0.0)
+    unit = wide / np.sqrt(np.sum(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    return np.where(usual, unit, x).astype(np.float32)
 
 
 def make_columns(batch, length, *, value_dim=VALUE_DIM, seed=0, dtype="bfloat16"):
@@ -112,11 +121,11 @@ def compiled_verify(chain, form):
 @functools.cache
 def compiled_fold(form):
     """Of the states alone, beside a convolution of seven channels."""
-    def states(key, value, decay, recurrent, *rest):
+    def states(key, delta, decay, recurrent, *rest):
         inputs = jnp.zeros((*key.shape[:2], 7), jnp.bfloat16)
         conv = jnp.zeros((len(recurrent), 3, 7), jnp.bfloat16)
         return gated_delta_fold(
-            key, value, decay, inputs, recurrent, conv, *rest, implementation=form
+            key, delta, decay, inputs, recurrent, conv, *rest, implementation=form
         )[0]
 
     return jax.jit(states)
@@ -128,10 +137,23 @@ def compiled_prefill(form):
 
 
 def verify(columns, state, parent, live, *, chain, form="xla"):
-    """Row b reads slot b."""
+    """Outputs; row b reads slot b."""
+    return _verified(columns, state, parent, live, chain, form)[0]
+
+
+def _verified(columns, state, parent, live, chain, form):
     slot = np.arange(len(live), dtype=np.int32)
     call = compiled_verify(chain, form)
-    return np.asarray(call(*columns.all(), state, slot, ints(parent), ints(live)))
+    made = call(*columns.read(), state, slot, ints(parent), ints(live))
+    return tuple(map(np.asarray, made))
+
+
+def records(columns, state, *, parent=None, form="xla"):
+    """Keys, deltas and decays that verification of these columns leaves, in a chain or a tree."""
+    chain, (batch, width) = parent is None, columns.key.shape[:2]
+    parent = np.zeros((batch, width)) if chain else parent
+    delta = _verified(columns, state, parent, [width] * batch, chain, form)[1]
+    return columns.read()[1], delta, columns.decay
 
 
 def prefill(columns, state, live, *, form="xla"):
@@ -139,13 +161,18 @@ def prefill(columns, state, live, *, form="xla"):
     return tuple(map(np.asarray, compiled_prefill(form)(*columns.all(), state, ints(live))))
 
 
-def fold_records(columns, state, count, *, path=None, form="xla"):
+def fold_records(columns, state, count, *, path=None, parent=None, form="xla"):
     """Row b reads and writes slot b; without a path the columns are in order."""
-    batch, width = columns.key.shape[:2]
+    kept = records(columns, state, parent=parent, form=form)
+    return fold_kept(kept, state, count, path=path, form=form)
+
+
+def fold_kept(kept, state, count, *, path=None, form="xla"):
+    """The same of records that are there."""
+    batch, width = kept[0].shape[:2]
     path = np.tile(np.arange(width), (batch, 1)) if path is None else path
     slot = np.arange(batch, dtype=np.int32)
-    call = compiled_fold(form)
-    return np.asarray(call(*columns.records(), state, ints(path), slot, slot, ints(count)))
+    return np.asarray(compiled_fold(form)(*kept, state, ints(path), slot, slot, ints(count)))
 
 
 def ints(values):

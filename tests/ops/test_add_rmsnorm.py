@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.ops.norm import add_rmsnorm, offset_rmsnorm, plain_rmsnorm
+from dflash_jax.ops.norm import add_branch, add_rmsnorm, offset_rmsnorm, plain_rmsnorm
 from dflash_jax.pallas import norm as kernel
 from tests.oracles import norm as oracle
 from tests.tolerances import BF16_ROUND, FP32, as_float64, assert_close, assert_same_bits
@@ -68,6 +68,34 @@ def test_a_branch_of_fp32_sums_is_rounded_before_it_is_added(form):
     assert_same_bits(total, x)
 
 
+@FORMS
+@OFFSET
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_parts_of_a_branch_are_added_first_and_rounded_once(parts, offset, form):
+    x, _, weight = arrays((3, 2, 96), "bfloat16")
+    branch = np.random.default_rng(1).normal(size=(parts, 3, 2, 96)).astype(np.float32)
+    whole = functools.reduce(np.add, branch)
+    found, wanted = (compiled(form, offset)(x, jnp.asarray(b), weight) for b in (branch, whole))
+    for one, other in zip(found, wanted, strict=True):
+        assert_same_bits(one, other)
+    assert_same_bits(add_branch(x, jnp.asarray(branch)), found[0])
+
+
+@FORMS
+def test_parts_of_a_branch_are_added_in_order_before_it_is_rounded(form):
+    """In another order the large ones swallow the 1; each rounded alone, small ones vanish."""
+    small = 0.75 * 2.0**-8
+    x = jnp.asarray([[[1.0] * 48, [0.0] * 48]], jnp.bfloat16)
+    branch = [[[[part] * 48, [large] * 48]] for part, large in zip(
+        (small, small, 0.0), (2.0**30, -(2.0**30), 1.0), strict=True
+    )]
+    total, normed = compiled(form, False)(
+        x, jnp.asarray(branch, jnp.float32), jnp.ones(48, jnp.float32)
+    )
+    assert np.asarray(total, np.float32)[0, :, 0].tolist() == [1.0 + 2.0**-7, 1.0]
+    assert_close(normed, np.ones((1, 2, 48)), BF16_ROUND)
+
+
 @OFFSET
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_xla_form_is_the_sum_and_its_norm_to_the_bit(dtype, offset):
@@ -104,6 +132,8 @@ def test_what_does_not_fit_is_an_error():
     call = functools.partial(add_rmsnorm, eps=EPS, offset=False)
     with pytest.raises(ValueError, match="branch: expected"):
         call(x, branch[:1], weight)
+    with pytest.raises(ValueError, match="branch: expected .* parts of it, got bfloat16"):
+        call(x, branch[None].astype(jnp.bfloat16), weight)
     with pytest.raises(ValueError, match="weight: expected"):
         call(x, branch, weight[:1])
     wide = jnp.zeros((1, kernel.MAX_WIDTH + 1))

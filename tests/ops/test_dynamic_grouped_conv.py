@@ -212,6 +212,18 @@ def test_the_kernels_never_read_another_row_or_a_column_before_the_block(form):
         assert np.array_equal(new[:, :3], old[:, :3])
 
 
+@FORMS
+def test_a_finish_adds_the_parts_of_a_branch(form):
+    a = arrays(48, 16, 5, 2)
+    delta = prepared(a).finish_delta
+    parts = np.random.default_rng(4).normal(size=(3, *a["z"].shape)).astype(np.float32)
+    done, wanted = (
+        conv.finish(a["x"], jnp.asarray(z), a["base"], delta, implementation=form)
+        for z in (parts, parts[0] + parts[1] + parts[2])
+    )
+    assert np.array_equal(done, wanted)
+
+
 def test_what_the_kernels_lack_is_refused():
     with pytest.raises(NotImplementedError, match="1..64 columns, got 65"):
         compiled("interpret", "float32")(arrays(12, 4, 65, 2))

@@ -2,16 +2,17 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.ops.gated_delta_block import gated_delta_block
-from dflash_jax.ops.gated_delta_rule import gated_delta_fold
+from dflash_jax.ops.gated_delta_block import block_inputs, gated_delta_block
+from dflash_jax.ops.gated_delta_rule import gated_delta_fold, unit_vectors
 from tests.oracles import causal_conv1d as conv_oracle
 from tests.oracles import gated_delta_rule as rule_oracle
 from tests.oracles import norm as norm_oracle
-from tests.tolerances import BF16_CHAIN, BF16_ROUND, FP32_CHAIN, as_float64, assert_close
+from tests.tolerances import BF16_CHAIN, BF16_ROUND, FP32, FP32_CHAIN, as_float64, assert_close
 
 EPS = 1e-6
 FORMS = pytest.mark.parametrize(
@@ -110,12 +111,15 @@ def expected(case, shape, dtype):
         gate = rounded(joined[b, :live, channels:wide]).reshape(heads.shape)
         closed = norm_oracle.gated_rmsnorm(heads, gate, case["weight"], EPS)
         output[b, :live] = closed.reshape(live, shape.values)
-        found.append({"key": key, "value": value, "decay": decay, "conv_input": u[0]})
+        query, key = rule_oracle.unit(query) / np.sqrt(shape.key_dim), rule_oracle.unit(key)
+        found.append({
+            "query": query, "key": key, "value": value, "decay": decay, "conv_input": u[0],
+        })
     return output, found
 
 
 def check(case, shape, dtype, form):
-    output, inputs = call(case, shape, form)
+    output, inputs, _ = call(case, shape, form)
     assert output.dtype == jnp.dtype(dtype)
     want, records = expected(case, shape, dtype)
     exact = dtype == "float32"
@@ -170,9 +174,28 @@ def test_dead_columns_and_slots_of_others_never_matter(width, poison, form):
     )
     for b, count in enumerate(live):
         np.testing.assert_array_equal(output[b, :count], clean[0][b, :count])
-        for name in ("key", "value", "decay", "conv_input"):
+        for name in ("query", "key", "value", "decay", "conv_input"):
             found, other = (np.asarray(getattr(x, name))[b, :count] for x in (inputs, clean[1]))
             np.testing.assert_array_equal(found, other)
+
+
+@FORMS
+def test_a_prefill_reads_the_same_before_the_norm(form):
+    shape = Shape(width=12)
+    case = operands(shape, "bfloat16", (12, 12))
+    values = (jnp.asarray(case[name]) for name in
+              ("projected", "conv", "taps", "a_log", "dt_bias", "slot", "parent"))
+    projected, *rest = values
+    raw = block_inputs(
+        projected, None, *rest, key_heads=shape.key_heads, chain=True, unit=False,
+        heads=(shape.value_heads, shape.value_dim, shape.key_dim), implementation=form,
+    )
+    made = call(case, shape, form)[1]
+    assert raw.query.dtype == raw.key.dtype == jnp.bfloat16
+    for found, unit in zip(unit_vectors(raw.query, raw.key), (made.query, made.key), strict=True):
+        assert_close(unit, as_float64(found), FP32)
+    for name in ("value", "decay", "conv_input"):
+        np.testing.assert_array_equal(getattr(raw, name), getattr(made, name))
 
 
 @FORMS
@@ -184,16 +207,31 @@ def test_gates_of_their_own_product_are_the_same(form):
 
 
 @FORMS
+def test_a_projection_in_parts_is_added_before_it_is_rounded(form):
+    """In bf16 each part alone would lose what they have in common."""
+    shape = Shape()
+    case = operands(shape, "bfloat16", (5, 4))
+    parts = np.stack([case["projected"] + 64, np.full_like(case["projected"], -64)])
+    found, inputs, delta = call(case, shape, form, projected=parts)
+    wanted = call(case, shape, form, projected=parts[0] + parts[1])
+    for one, other in zip(
+        jax.tree.leaves((inputs, delta, found)),
+        jax.tree.leaves((wanted[1], wanted[2], wanted[0])), strict=True,
+    ):
+        np.testing.assert_array_equal(one[0], other[0])
+
+
+@FORMS
 @pytest.mark.parametrize("count", [1, 9])
 def test_going_on_from_the_fold_continues_the_chain(count, form):
     """Columns behind the fold of the first `count` equal those of the whole block."""
     shape = Shape(batch=1, width=10)
     case = operands(shape, "float32", (10,))
-    whole, inputs = call(case, shape, form)
+    whole, inputs, delta = call(case, shape, form)
     rows = jnp.asarray(case["slot"])
     path = jnp.arange(10, dtype=jnp.int32)[None]
     state, conv = gated_delta_fold(
-        inputs.key, inputs.value, inputs.decay, inputs.conv_input, jnp.asarray(case["recurrent"]),
+        inputs.key, delta, inputs.decay, inputs.conv_input, jnp.asarray(case["recurrent"]),
         case["conv"], path, rows, rows, jnp.array([count], jnp.int32), implementation=form,
     )
     columns = np.concatenate([case["conv"][rows[0]], inputs.conv_input[0]])
@@ -202,7 +240,7 @@ def test_going_on_from_the_fold_continues_the_chain(count, form):
     np.testing.assert_array_equal(conv, expected)
     rest = 10 - count
     moved = np.roll(case["projected"], -count, axis=1)
-    after, _ = call(
+    after, *_ = call(
         case, shape, form, projected=moved, recurrent=state, conv=conv,
         live=np.array([rest], np.int32),
     )
@@ -215,7 +253,7 @@ def test_a_geometry_that_the_kernel_lacks_is_named():
         call(operands(shape, "float32", (5, 5)), shape, "interpret")
     check(operands(shape, "float32", (5, 5)), shape, "float32", "xla")
     shape = Shape(key_heads=1, value_heads=3, value_dim=8)
-    with pytest.raises(NotImplementedError, match="multiples of 16 .* keys 16, values 24"):
+    with pytest.raises(NotImplementedError, match="multiples of 16 .* key 16, values 24"):
         call(operands(shape, "float32", (5, 5)), shape, "interpret")
     shape = Shape()
     case = operands(shape, "float32", (5, 5))

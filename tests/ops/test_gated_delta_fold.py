@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.ops.gated_delta_rule import gated_delta_folds
+from dflash_jax.pallas import gated_delta_fold as fold_kernel
 from dflash_jax.pallas import gated_delta_rule as kernels
 from dflash_jax.state.decode import Rows
 from dflash_jax.state.gdn import GdnRecords, GdnState, fold
@@ -23,11 +25,13 @@ from tests.ops.gated_delta_inputs import (
     WIDTH,
     Columns,
     compiled_fold,
+    fold_kept,
     fold_records,
     ints,
     make_columns,
     make_state,
     poisoned,
+    records,
     root_paths,
     take_columns,
     verify,
@@ -55,11 +59,12 @@ def test_fold_follows_the_recurrence(count, form):
 def test_fold_along_a_path_is_the_fold_of_its_records(column, form):
     columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)
     path, depth = root_paths(column)
-    actual = fold_records(columns, state, depth, path=path, form=form)
-    along = columns.map(lambda x: take_columns(x, path))
-    assert_same_bits(actual, fold_records(along, state, depth, form=form))
+    kept = records(columns, state, parent=TREES, form=form)
+    actual = fold_kept(kept, state, depth, path=path, form=form)
+    along = tuple(take_columns(x, path) for x in kept)
+    assert_same_bits(actual, fold_kept(along, state, depth, form=form))
     for b in range(BATCH):
-        row = [x[b] for x in along.all()]
+        row = [take_columns(x, path)[b] for x in columns.all()]
         assert_close(actual[b], oracle.sequence(state[b], *row, depth[b])[1], FP32_CHAIN)
 
 
@@ -107,7 +112,7 @@ def test_fold_along_a_path_is_the_state_of_tree_verification_bit_for_bit(column,
     parent = [[*tree, *[column] * KEY_DIM] for tree in TREES]
     seen = probe(columns, state, parent, chain=False, form=form, at=WIDTH)
     path, depth = root_paths(column)
-    folded = fold_records(columns, state, depth, path=path, form=form)
+    folded = fold_records(columns, state, depth, path=path, parent=TREES, form=form)
     assert_same_bits(seen, folded)
 
 
@@ -166,14 +171,15 @@ def test_fold_reads_one_slot_and_writes_another(read, write, count, form):
     path = np.tile(ints([0, 2, 3, 5, 4, 1]), (3, 1))
     expected = pool.copy()
     states = pool[np.minimum(read, SLOTS - 1)]
-    moved = fold_records(columns, states, count, path=path, form=form)
+    kept_records = records(columns, states, form=form)
+    moved = fold_kept(kept_records, states, count, path=path, form=form)
     for b, kept in enumerate(count):
         if kept and write[b] < SLOTS:
             expected[write[b]] = moved[b]
         path[b, kept:] = 10**6
     call = compiled_fold(form)
     slots = ints(read), ints(write)
-    actual = np.asarray(call(*columns.records(), pool, path, *slots, ints(count)))
+    actual = np.asarray(call(*kept_records, pool, path, *slots, ints(count)))
     assert_same_bits(actual, expected)
 
 
@@ -186,9 +192,10 @@ def test_d7_fold_of_a_layer_moves_its_convolution_history_too(read, write, form)
     inputs = rng.standard_normal((3, WIDTH, channels)).astype(jnp.bfloat16)
     conv = rng.standard_normal((SLOTS, 3, channels)).astype(jnp.bfloat16)
     pool, path = make_state(SLOTS), np.tile(ints([0, 2, 3, 5, 4, 1]), (3, 1))
-    after = jax.jit(functools.partial(fold, implementation=form))(
-        GdnState(recurrent=jnp.asarray(pool), conv=jnp.asarray(conv)),
-        GdnRecords(*columns.records(), conv_input=inputs),
+    key, delta, decay = records(columns, pool[:3], form=form)
+    (after,) = jax.jit(functools.partial(fold, implementation=form))(
+        (GdnState(recurrent=jnp.asarray(pool), conv=jnp.asarray(conv)),),
+        (GdnRecords(key=key, delta=delta, decay=decay, conv_input=inputs),),
         Rows(lane=ints(write), read_slot=ints(read), write_slot=ints(write)),
         path,
         ints(count),
@@ -199,8 +206,30 @@ def test_d7_fold_of_a_layer_moves_its_convolution_history_too(read, write, form)
             expected[write[b]] = np.concatenate([conv[read[b]], inputs[b, path[b, :kept]]])[-3:]
     assert_same_bits(np.asarray(after.conv), expected)
     slots = ints(read), ints(write)
-    moved = compiled_fold(form)(*columns.records(), pool, path, *slots, ints(count))
+    moved = compiled_fold(form)(key, delta, decay, pool, path, *slots, ints(count))
     assert_same_bits(np.asarray(after.recurrent), np.asarray(moved))
+
+
+@FORMS
+def test_layers_of_a_launch_fold_apart(form, monkeypatch):
+    """Three layers in launches of up to two: each like alone, and none is left out."""
+    monkeypatch.setattr(fold_kernel, "LAYERS", 2)
+    rng, count, slots = np.random.default_rng(3), ints([2, 0]), (ints([0, 2]), ints([1, 2]))
+    path, layers = np.tile(np.arange(3, dtype=np.int32), (2, 1)), []
+    for seed in range(3):
+        pool = make_state(3) + np.float32(seed)
+        key, delta, decay = records(make_columns(2, 3), pool[:2], form=form)
+        inputs, conv = (
+            jnp.asarray(rng.normal(size=(*shape, 7)), jnp.bfloat16) for shape in ((2, 3), (3, 3))
+        )
+        layers.append((key, delta, decay, inputs, jnp.asarray(pool), conv))
+    run = jax.jit(functools.partial(gated_delta_folds, implementation=form))
+    made = run(tuple(layers), path, *slots, count)
+    assert len(made) == 3
+    for layer, (recurrent, conv) in zip(layers, made, strict=True):
+        ((alone, history),) = run((layer,), path, *slots, count)
+        assert_same_bits(np.asarray(recurrent), np.asarray(alone))
+        assert_same_bits(np.asarray(conv), np.asarray(history))
 
 
 @FORMS
@@ -227,13 +256,14 @@ def test_tiles_change_no_output_and_no_state(form, tiles):
     columns, state = poisoned(make_columns(BATCH, WIDTH), count, "nan"), make_state(BATCH)
     slot, same = ints(range(BATCH)), assert_close if form == "interpret" else assert_same_bits
     rows, run = (FP32,) if form == "interpret" else (), {"interpret": form == "interpret"}
-    verified = kernels.verify(*columns.all(), state, slot, None, count, tiles=tiles, **run)
+    verified, delta = kernels.verify(
+        *columns.read(), state, slot, None, count, tiles=tiles, **run
+    )
     same(verified, verify(columns, state, CHAIN, count, chain=True, form=form), *rows)
     inputs = jnp.zeros((BATCH, WIDTH, 7), jnp.bfloat16)
     conv = jnp.zeros((BATCH, 3, 7), jnp.bfloat16)
-    moved, _ = kernels.fold(
-        *columns.records(), inputs, state, conv, path, slot, slot, count, tiles=tiles, **run
-    )
+    layer = columns.read()[1], delta, columns.decay, inputs, state, conv
+    ((moved, _),) = fold_kernel.fold((layer,), path, slot, slot, count, tiles=tiles, **run)
     same(moved, fold_records(columns, state, count, form=form), *rows)
 
 
@@ -242,9 +272,13 @@ def test_tiles_change_no_output_and_no_state(form, tiles):
 def test_a_group_of_columns_that_reaches_past_the_last_one_leaves_it_alone(width, form):
     """One row of an odd width: a device takes its columns by twos."""
     columns, state, live = make_columns(1, width), make_state(1), ints([width])
-    verified = kernels.verify(
-        *columns.all(), state, ints([0]), None, live, interpret=form == "interpret",
-        tiles=kernels.Tiles(columns=2),
-    )
+    how = {"interpret": form == "interpret", "tiles": kernels.Tiles(columns=2)}
+    zero = ints([0])
+    verified, delta = kernels.verify(*columns.read(), state, zero, None, live, **how)
     expected = verify(columns, state, CHAIN[:1, :width], live, chain=True, form="xla")
     assert_close(verified, expected, FP32)
+    inputs, conv = (jnp.zeros((1, n, 7), jnp.bfloat16) for n in (width, 3))
+    layer = columns.read()[1], delta, columns.decay, inputs, state, conv
+    path = np.arange(width, dtype=np.int32)[None]
+    ((moved, _),) = fold_kernel.fold((layer,), path, zero, zero, live, **how)
+    assert_close(moved, fold_records(columns, state, live), FP32)

@@ -14,12 +14,14 @@ from tests.ops.gated_delta_inputs import (
     WIDTH,
     Columns,
     compiled_verify,
+    fold_kept,
     fold_records,
     ints,
     make_columns,
     make_state,
     poisoned,
     prefill,
+    records,
     root_paths,
     take_columns,
     verify,
@@ -192,7 +194,7 @@ def test_rows_read_their_slot_and_idle_rows_none(chain, form, idle):
     slot = ints([5, 0, 6, idle, 2])
     pool[slot[[0, 1, 2, 4]]] = state[[0, 1, 2, 4]]
     call = compiled_verify(chain, form)
-    assert_same_bits(np.asarray(call(*columns.all(), pool, slot, parent, live)), direct)
+    assert_same_bits(np.asarray(call(*columns.read(), pool, slot, parent, live)[0]), direct)
 
 
 # --- refused calls -----------------------------------------------------------------------------
@@ -200,8 +202,12 @@ def test_rows_read_their_slot_and_idle_rows_none(chain, form, idle):
 
 def test_wrong_calls_are_refused():
     columns, state = make_columns(2, 3), make_state(2)
-    with pytest.raises(ValueError, match="recurrent: expected"):
-        fold_records(columns, state.swapaxes(2, 3), [1, 1])
+    kept = records(columns, state)
+    for call in (fold_records, lambda _, *rest: fold_kept(kept, *rest)):
+        with pytest.raises(ValueError, match="recurrent: expected"):
+            call(columns, state.swapaxes(2, 3), [1, 1])
+    with pytest.raises(ValueError, match="query, key: expected float32, got bfloat16, bfloat16"):
+        compiled_verify(True, "xla")(*columns.all(), state, *[ints([0, 0])] * 3)
     with pytest.raises(ValueError, match="recurrent: expected"):
         prefill(columns, state[:, :5], [1, 1])
     with pytest.raises(ValueError, match="decay: expected"):

@@ -135,6 +135,21 @@ def test_programs_write_apart(monkeypatch):
         assert_same_bits(found, wanted)
 
 
+@FORMS
+def test_parts_of_a_projection_are_added_before_it_is_rounded(form):
+    """In bf16 each part alone would lose what they have in common."""
+    options = dict(
+        gated=True, offset=True, mrope=(16, (3, 3, 2)), rounded=False, dtypes=("bfloat16",) * 3
+    )
+    projected, *others = operands(32, gated=True, mrope=options["mrope"])
+    parts = jnp.stack([projected + 100.0, jnp.full_like(projected, -100.0)])
+    run = compiled(form, **options)
+    found, wanted = run(parts, *others), run(parts[0] + parts[1], *others)
+    for name in ("query", "key", "value", "gate"):
+        assert_same_bits(getattr(found, name), getattr(wanted, name))
+
+
+
 def test_what_does_not_fit_is_an_error():
     arguments = operands(12, gated=True, mrope=(8, (2, 1, 1)))
     projected, query_norm, key_norm, positions = arguments

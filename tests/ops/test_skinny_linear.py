@@ -1,10 +1,14 @@
 """Products of a few rows agree with float64 in every form, whole and cut into parts."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.ops.skinny_linear import skinny_linear, skinny_swiglu
+from dflash_jax.ops import skinny_linear as op
+from dflash_jax.ops.skinny_linear import skinny_linear, skinny_parts, skinny_swiglu
+from dflash_jax.pallas import skinny_linear as kernel
 from dflash_jax.pallas.tiling import PROCESSORS, cut
 from tests.tolerances import BF16_MATMUL, FP32_CHAIN, as_float64, assert_close
 
@@ -46,6 +50,56 @@ def test_products_and_residuals_match_float64(tokens, rows, width, dtype, form):
     out = skinny_linear(x, matrix, residual.dtype, residual=residual, implementation=form)
     assert out.dtype == residual.dtype
     assert_close(out, as_float64(residual) + exact, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("form", ["xla", "interpret", ON_GPU[0]])
+@pytest.mark.parametrize("tokens, rows, width, dtype", SIZES)
+def test_parts_add_up_to_the_product(tokens, rows, width, dtype, form):
+    x, matrix = operands(tokens, rows, width, dtype)
+    parts = skinny_parts(x.reshape(tokens, 1, width), matrix, implementation=form)
+    assert parts.dtype == jnp.float32 and parts.shape[1:] == (tokens, 1, rows)
+    if form == "xla" or width % 64:
+        assert len(parts) == 1
+    elif width == 1024:
+        assert len(parts) > 1
+    exact = as_float64(x) @ as_float64(matrix).T
+    assert_close(jnp.sum(parts, axis=0)[:, 0], exact, FP32_CHAIN)
+
+
+@pytest.mark.parametrize("form", ["interpret", ON_GPU[0]])
+@pytest.mark.parametrize("tokens", [127, 128, 129, 257])
+def test_many_tokens_take_several_tiles(tokens, form):
+    x, matrix = operands(tokens, 72, 128, "bfloat16")
+    out = skinny_linear(x, matrix, jnp.float32, implementation=form)
+    assert_close(out, as_float64(x) @ as_float64(matrix).T, FP32_CHAIN)
+
+
+@pytest.mark.parametrize(
+    "tokens, rows, width, dtype, pays",
+    [
+        (8, 16480, 5120, "bfloat16", True),
+        (64, 5120, 17408, "bfloat16", True), (65, 5120, 17408, "bfloat16", False),
+        (8, 34816, 5120, "bfloat16", False), (8, 16480, 5120, "float32", False),
+        (1, 2048, 4096, "bfloat16", False), (2, 2048, 4096, "bfloat16", True),
+        (8, 1024, 2048, "bfloat16", False),
+    ],
+)
+def test_auto_takes_the_kernel_where_it_was_faster(tokens, rows, width, dtype, pays):
+    assert op._pays(tokens, rows, width, dtype) == pays
+
+
+@pytest.mark.parametrize(
+    "tokens, rows, width, count, parts, step",
+    [
+        (1, 16480, 5120, 128, 2, 128), (8, 14336, 5120, 128, 2, 128), (8, 5120, 17408, 64, 4, 128),
+        (8, 5120, 6144, 64, 4, 128), (8, 12352, 2048, 128, 2, 128), (16, 9216, 2048, 64, 2, 128),
+        (8, 2048, 4096, 64, 8, 128), (64, 16480, 5120, 64, 1, 128), (64, 14336, 5120, 64, 1, 128),
+        (64, 5120, 17408, 64, 4, 64), (64, 5120, 6144, 64, 4, 64), (8, 70, 96, 64, 1, 64),
+    ],
+)
+def test_plans_are_those_measured(tokens, rows, width, count, parts, step):
+    plan = kernel.Plan.of(tokens, rows, width, "bfloat16")
+    assert (plan.rows, plan.parts, plan.tiles.step) == (count, parts, step)
 
 
 @FORMS
@@ -112,7 +166,14 @@ def test_pieces_are_whole_and_keep_most_processors_busy(rows, width):
 def test_what_does_not_fit_is_an_error():
     x, matrix = operands(129, 8, 64, "bfloat16")
     with pytest.raises(NotImplementedError, match="skinny_linear: .* 1..128 rows, got 129"):
-        skinny_linear(x, matrix, jnp.float32, implementation="pallas")
+        skinny_linear(x, matrix, jnp.float32, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match="skinny_swiglu: .* 1..128 rows, got 129"):
+        skinny_swiglu(x, matrix, implementation="pallas")
+    for call in (functools.partial(skinny_linear, out_dtype=jnp.float32), skinny_parts):
+        with pytest.raises(NotImplementedError, match="rows, got 0"):
+            call(x[:0], matrix, implementation="pallas")
+    with pytest.raises(ValueError, match="implementation: expected auto, xla, pallas or interpret"):
+        skinny_parts(x, matrix, implementation="mosaic")
     with pytest.raises(NotImplementedError, match="multiples of 8 and 64"):
         skinny_linear(x[:2], matrix[:7], jnp.float32, implementation="mosaic")
     with pytest.raises(ValueError, match="matrix: expected"):

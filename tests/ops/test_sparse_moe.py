@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,7 +11,7 @@ from dflash_jax.ops.block_scaled_linear import BlockScale
 from dflash_jax.pallas import sparse_moe_tiles
 from tests.oracles import block_scaled_linear as blocks
 from tests.oracles import sparse_moe as oracle
-from tests.tolerances import BF16_CHAIN, BF16_MATMUL, FP32, FP32_CHAIN, as_float64, assert_close
+from tests.tolerances import BF16_CHAIN, BF16_MATMUL, FP32_CHAIN, as_float64, assert_close
 
 TOLERANCE = {"bfloat16": BF16_MATMUL, "float32": FP32_CHAIN}
 
@@ -41,56 +43,6 @@ FORMS = pytest.mark.parametrize(
 ROUTE_FORMS = pytest.mark.parametrize(
     "form", ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 )
-
-
-@ROUTE_FORMS
-@pytest.mark.parametrize("k", [1, 3, 9])
-def test_routing_is_the_renormalised_softmax_of_the_best(k, form):
-    """Of the experts' columns; what stands behind them is never read."""
-    logits = arrays(7)[1]
-    wide = jnp.concatenate([logits, jnp.full((7, 1), jnp.nan)], axis=1)
-    routing = moe.route(wide, k, experts=logits.shape[1], implementation=form)
-    experts, weights = oracle.route(as_float64(logits), k)
-    assert np.array_equal(routing.experts, experts) and routing.experts.dtype == jnp.int32
-    assert_close(routing.weights, weights, FP32)
-
-
-@ROUTE_FORMS
-@pytest.mark.parametrize("experts, k, tokens", [(256, 8, 8), (512, 10, 3), (60, 4, 1)])
-def test_routing_at_the_sizes_of_large_models(experts, k, tokens, form):
-    logits = np.random.default_rng(k).normal(size=(tokens, experts)).astype(np.float32)
-    routing = moe.route(jnp.asarray(logits), k, implementation=form)
-    ids, weights = oracle.route(logits.astype(np.float64), k)
-    assert np.array_equal(routing.experts, ids)
-    assert_close(routing.weights, weights, FP32)
-
-
-@ROUTE_FORMS
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_dead_tokens_logits_name_experts_that_exist_and_change_no_other_token(value, form):
-    logits = np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)
-    clean = moe.route(jnp.asarray(logits), 4, implementation=form)
-    logits[1] = value
-    routing = moe.route(jnp.asarray(logits), 4, implementation=form)
-    assert np.asarray(routing.experts).min() >= 0 and np.asarray(routing.experts).max() < 16
-    assert len(set(routing.experts[1].tolist())) == 4
-    for own, other in ((routing.experts, clean.experts), (routing.weights, clean.weights)):
-        assert np.array_equal(own[::2], other[::2])
-
-
-@ROUTE_FORMS
-def test_equal_router_logits_choose_the_lower_expert(form):
-    logits = jnp.asarray([[1.0, 2.0, 2.0, 2.0], [-0.0, 0.0, -0.0, 0.0], [0.0, -0.0, 5.0, -1.0]])
-    routing = moe.route(logits.astype(jnp.float32), 2, implementation=form)
-    assert routing.experts.tolist() == [[1, 2], [0, 1], [2, 0]]
-    assert routing.weights[:2].tolist() == [[0.5, 0.5]] * 2
-
-
-@ROUTE_FORMS
-def test_far_logits_give_finite_weights(form):
-    logits = jnp.asarray([[3e4, -3e4, 3e4 - 1]], jnp.float32)
-    routing = moe.route(logits, 3, implementation=form)
-    assert_close(routing.weights, [[0.7310585786, 0.2689414214, 0.0]], FP32)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -319,3 +271,69 @@ def test_scales_without_float8_and_float8_without_scales_are_errors():
         moe.expert_mlp(x, routing, wide, down, jnp.float32, scales=scales)
     half = moe.expert_mlp(x, routing, wide, down, jnp.float32, scales=(None, scales[1]))
     assert np.isfinite(half).all()
+
+
+def shared_expert(hidden, inner, dtype):
+    """`Matrices` of one expert, and float64 [1, ...] gate_up and down."""
+    rng = np.random.default_rng(7)
+    made = (
+        jnp.asarray(rng.normal(size=shape) / 3, dtype)
+        for shape in ((1, 2 * inner, hidden), (1, hidden, inner))
+    )
+    gate_up, down = made
+    return moe.Matrices(gate_up=gate_up, down=down), as_float64(gate_up), as_float64(down)
+
+
+def expected_with_shared(x, scores, k, exact, shared):
+    """[T, H] float64 from router scores [T, E + 1]."""
+    routed = oracle.expert_mlp(x, *oracle.route(scores[:, :-1], k), *exact)
+    gate = 1.0 / (1.0 + np.exp(-scores[:, -1:]))
+    none, one = np.zeros((len(x), 1), int), np.ones((len(x), 1))
+    return routed + gate * oracle.expert_mlp(x, none, one, *shared)
+
+
+@ROUTE_FORMS
+@pytest.mark.parametrize(
+    "tokens, k, inner, dtype",
+    [(1, 2, 32, "float32"), (17, 3, 32, "bfloat16"), (5, 2, 48, "float32"),
+     (130, 1, 32, "bfloat16")],
+)
+def test_routed_and_shared_experts_add_up_to_the_oracle(tokens, k, inner, dtype, form):
+    """The shared one like the others and not; in parts whose sum it is, and dead tokens apart."""
+    x, _, gate_up, down = arrays(tokens, dtype, experts=9, hidden=48, inner=32)
+    matrices = moe.Matrices(gate_up=gate_up, down=down)
+    shared, *exact = shared_expert(48, inner, dtype)
+    router = jnp.asarray(np.random.default_rng(3).normal(size=(10, 48)), dtype)
+
+    @jax.jit
+    def run(x):
+        routing = moe.choose_experts(x, router, k, experts=9, shared=True, implementation=form)
+        return moe.expert_parts(x, routing, matrices, shared, implementation=form)
+
+    parts = run(x)
+    scores = as_float64(x) @ as_float64(router).T
+    expected = expected_with_shared(
+        as_float64(x), scores, k, (as_float64(gate_up), as_float64(down)), exact
+    )
+    assert parts.shape[1:] == x.shape and parts.dtype == jnp.float32
+    assert_close(np.sum(parts, axis=0), expected, TOLERANCE[dtype])
+    dirty = run(x.at[tokens - 1].set(jnp.nan))
+    assert np.array_equal(dirty[:, : tokens - 1], parts[:, : tokens - 1])
+
+
+@ROUTE_FORMS
+def test_a_float8_shared_expert_matches_the_oracle_of_its_dequantised_matrices(form):
+    x, logits, gate_up, down, scales, exact = blocked(5)
+    matrices = moe.Matrices(
+        gate_up=gate_up, down=down, gate_up_scale=scales[0], down_scale=scales[1]
+    )
+    shared = jax.tree.map(lambda leaf: leaf[3:4], matrices)
+    logits = jnp.concatenate([logits, logits[:, :1]], axis=1)
+    routing = moe.route(logits, 2, experts=9, shared=True, implementation=form)
+    parts = jax.jit(functools.partial(moe.expert_parts, implementation=form))(
+        x, routing, matrices, shared
+    )
+    expected = expected_with_shared(
+        as_float64(x), as_float64(logits), 2, exact, [m[3:4] for m in exact]
+    )
+    assert_close(np.sum(parts, axis=0), expected, BF16_CHAIN)

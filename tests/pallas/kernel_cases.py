@@ -17,12 +17,10 @@ from dflash_jax.ops import (
     skinny_linear,
     sliding_window_attention,
     softmax_attention,
-    sparse_moe,
     vocab,
 )
-from dflash_jax.pallas import sparse_moe as pallas_moe
-from dflash_jax.pallas import sparse_moe_tiles
 from tests.pallas.case import BF16, F16, F32, I32, KernelCase, shape
+from tests.pallas.moe_cases import choice, experts, route
 
 
 def paged(batch, width, heads, kv_heads, dim, context, page=64, dtypes=(BF16, BF16)):
@@ -70,8 +68,8 @@ def delta(batch, width, key_heads, value_heads, dim, *, chain):
             gated_delta_rule.gated_delta_verify, chain=chain, implementation="pallas"
         ),
         avals=(
-            *[shape(batch, width, key_heads, dim)] * 2, shape(batch, width, value_heads, dim),
-            shape(batch, width, value_heads, 2, dtype=F32),
+            *[shape(batch, width, key_heads, dim, dtype=F32)] * 2,
+            shape(batch, width, value_heads, dim), shape(batch, width, value_heads, 2, dtype=F32),
             shape(batch + 1, value_heads, dim, dim, dtype=F32), rows,
             shape(batch, width, dtype=I32), rows,
         ),
@@ -79,29 +77,27 @@ def delta(batch, width, key_heads, value_heads, dim, *, chain):
     )
 
 
-def fold(batch, width, key_heads, value_heads, dim):
+def fold(batch, width, key_heads, value_heads, dim, layers=1):
     rows, channels = shape(batch, dtype=I32), (2 * key_heads + value_heads) * dim
-    return KernelCase(
-        name=f"gated_delta_fold B={batch} W={width} {value_heads} heads",
-        fn=functools.partial(gated_delta_rule.gated_delta_fold, implementation="pallas"),
-        avals=(
-            shape(batch, width, key_heads, dim), shape(batch, width, value_heads, dim),
-            shape(batch, width, value_heads, 2, dtype=F32), shape(batch, width, channels),
-            shape(batch + 1, value_heads, dim, dim, dtype=F32), shape(batch + 1, 3, channels),
-            shape(batch, width, dtype=I32), rows, rows, rows,
-        ),
-        kernels=("gated_delta_fold",), state=(4, 5),
+    records = (
+        shape(batch, width, key_heads, dim, dtype=F32),
+        shape(batch, width, value_heads, dim, dtype=F32),
+        shape(batch, width, value_heads, 2, dtype=F32), shape(batch, width, channels),
+    )
+    pools = (
+        shape(batch + 1, value_heads, dim, dim, dtype=F32), shape(batch + 1, 3, channels)
     )
 
+    def call(records, pools, *rows):
+        every = tuple((*kept, *pool) for kept, pool in zip(records, pools, strict=True))
+        return gated_delta_rule.gated_delta_folds(every, *rows, implementation="pallas")
 
-def route(tokens, experts, chosen):
     return KernelCase(
-        name=f"route T={tokens} {chosen} of {experts}",
-        fn=functools.partial(
-            sparse_moe.route, experts_per_token=chosen, experts=experts, implementation="pallas"
+        name=f"gated_delta_fold B={batch} W={width} {value_heads} heads, {layers} layers", fn=call,
+        avals=(
+            (records,) * layers, (pools,) * layers, shape(batch, width, dtype=I32), rows, rows, rows
         ),
-        avals=(shape(tokens, experts + 1, dtype=F32),),
-        kernels=("route",),
+        kernels=("gated_delta_fold",), state=(1,),
     )
 
 
@@ -174,33 +170,6 @@ def block_scaled(tokens, rows, width, block=128):
             shape(rows // block, -(-width // block), dtype=F32),
         ),
         kernels=("block_scaled_linear",),
-    )
-
-
-def experts(tokens, hidden, inner, count=256, k=8, dtype=BF16, block=0):
-    # Without the sum over a token's experts: XLA's fusion of that spills a register.
-    form = pallas_moe if tokens <= pallas_moe.MAX_TOKENS else sparse_moe_tiles
-
-    def call(x, chosen, gate_up, down, *values):
-        return form.expert_outputs(
-            x, chosen, gate_up, down, scales=values or (None, None), columns=(block,) * 2,
-            interpret=False,
-        )
-
-    matrices = (count, 2 * inner, hidden), (count, hidden, inner)
-    stored = jnp.float8_e4m3fn if block else dtype
-    scales = [(count, rows // block, -(-width // block)) for _, rows, width in matrices if block]
-    few = ("sparse_moe_gate_up", "sparse_moe_down")
-    many = ("sparse_moe_sort", "sparse_moe_tiles_gate_up", "sparse_moe_tiles_down")
-    return KernelCase(
-        name=f"sparse_moe T={tokens} {count} x {hidden} x {inner} {dtype.__name__} / {block}",
-        fn=call,
-        avals=(
-            shape(tokens, hidden, dtype=dtype), shape(tokens, k, dtype=I32),
-            *(shape(*extent, dtype=stored) for extent in matrices),
-            *(shape(*extent, dtype=F32) for extent in scales),
-        ),
-        kernels=few if form is pallas_moe else many,
     )
 
 
@@ -333,7 +302,7 @@ def skinny(op, tokens, rows, width, form, dtype=BF16):
 
 
 CASES = (
-    paged(1, 8, 24, 4, 256, 4096), paged(8, 16, 24, 4, 256, 4096),
+    paged(1, 8, 24, 4, 256, 4096), paged(8, 16, 24, 4, 256, 4096), paged(1, 1, 24, 4, 256, 4096),
     paged(1, 32, 16, 2, 256, 131072),
     paged(1, 8, 32, 8, 128, 4096, dtypes=(BF16, F16)), paged(3, 5, 6, 3, 16, 64, page=16),
     paged(2, 3, 4, 2, 32, 128, dtypes=(F32, F32)),
@@ -344,9 +313,11 @@ CASES = (
     ring(1, 4, 4, 2, 32, 16, dtypes=(F32, F32)),
     delta(1, 8, 16, 48, 128, chain=True), delta(8, 16, 16, 32, 128, chain=True),
     delta(1, 16, 16, 48, 128, chain=False), delta(2, 5, 1, 3, 16, chain=True),
-    route(8, 256, 8), route(128, 60, 4),
+    route(8, 256, 8), route(128, 60, 4), choice(8, 256, 8, 2048), choice(128, 512, 10, 4096),
+    choice(3, 5, 2, 48, F32),
     kv_write_case(1, 8, 16, 4, 256), kv_write_case(8, 5, 2, 2, 128),
-    fold(1, 8, 16, 48, 128), fold(8, 16, 16, 32, 128), fold(2, 5, 1, 3, 16),
+    fold(1, 8, 16, 48, 128, layers=6), fold(8, 16, 16, 32, 128, layers=2),
+    fold(1, 16, 16, 32, 128), fold(2, 5, 1, 3, 16), fold(1, 5, 1, 3, 16),
     delta_prefill(1, 1024, 16, 48, 128, 128), delta_prefill(8, 1024, 16, 32, 128, 128),
     delta_prefill(3, 130, 1, 3, 16, 32), delta_prefill(2, 65, 2, 4, 128, 16, F32),
     delta_block(1, 8, 16, 48, 128, own_gates=True), delta_block(1, 5, 16, 48, 128, own_gates=True),
