@@ -15,6 +15,10 @@ from tests.oracles import norm as norm_oracle
 from tests.tolerances import BF16_CHAIN, BF16_ROUND, FP32, FP32_CHAIN, as_float64, assert_close
 
 EPS = 1e-6
+# Called eagerly, each operation in it would be a program of its own to compile.
+whole_layer = jax.jit(
+    gated_delta_block, static_argnames=("key_heads", "eps", "chain", "implementation")
+)
 FORMS = pytest.mark.parametrize(
     "form", ["xla", "interpret", pytest.param("pallas", marks=pytest.mark.gpu)]
 )
@@ -61,7 +65,7 @@ def operands(shape: Shape, dtype, live, *, poison=None, apart=False, seed=0):
     return {
         "projected": projected[..., :wide] if apart else projected,
         "gates": projected[..., wide:] if apart else None,
-        "conv": jnp.asarray(conv).astype(dtype), "taps": normal(channels, shape.taps),
+        "conv": jnp.asarray(conv.astype(jnp.dtype(dtype))), "taps": normal(channels, shape.taps),
         "a_log": 0.5 * normal(shape.value_heads), "dt_bias": normal(shape.value_heads),
         "weight": normal(shape.value_dim), "recurrent": recurrent, "slot": slot,
         "parent": np.tile(np.maximum(np.arange(shape.width) - 1, 0), (shape.batch, 1)).astype(
@@ -73,7 +77,7 @@ def operands(shape: Shape, dtype, live, *, poison=None, apart=False, seed=0):
 
 def call(case, shape, form, **changes):
     values = [x if x is None else jnp.asarray(x) for x in (case | changes).values()]
-    return gated_delta_block(
+    return whole_layer(
         *values, key_heads=shape.key_heads, eps=EPS, chain=True, implementation=form
     )
 
@@ -81,7 +85,7 @@ def call(case, shape, form, **changes):
 def expected(case, shape, dtype):
     """Outputs [B, W, Hv * Dv] and inputs of the live columns, with every named rounding."""
     def rounded(x):
-        return as_float64(jnp.asarray(x, jnp.float32).astype(dtype))
+        return as_float64(np.asarray(x, np.float32).astype(jnp.dtype(dtype)))
 
     channels = 2 * shape.keys + shape.values
     wide = channels + shape.values

@@ -24,6 +24,28 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(moe, "_TILES_PER_STEP", 3)
 
 
+# Called eagerly, each operation in them would be a program of its own to compile.
+route = jax.jit(
+    moe.route, static_argnums=1, static_argnames=("experts", "shared", "implementation")
+)
+
+
+@functools.cache
+def program(tiles, out_dtype, implementation):
+    """Of the experts; the tiles are read when it is traced."""
+    def call(x, routing, gate_up, down, scales):
+        return moe.expert_mlp(
+            x, routing, gate_up, down, out_dtype, scales=scales, implementation=implementation
+        )
+
+    return jax.jit(call)
+
+
+def expert_mlp(x, routing, gate_up, down, out_dtype, scales=(None, None), implementation="auto"):
+    tiles = moe._FEW_TOKENS, moe._TILE_ROWS, moe._TILES_PER_STEP
+    return program(tiles, out_dtype, implementation)(x, routing, gate_up, down, scales)
+
+
 def arrays(tokens, dtype="float32", experts=17, hidden=10, inner=5):
     rng = np.random.default_rng(tokens)
     x = jnp.asarray(rng.normal(size=(tokens, hidden)), dtype)
@@ -49,11 +71,11 @@ ROUTE_FORMS = pytest.mark.parametrize(
 @pytest.mark.parametrize("tokens", [1, 2, 4, 6, 7, 23])
 def test_expert_mlp_matches_the_oracle_at_every_token_count(small_tiles, dtype, tokens):
     x, logits, gate_up, down = arrays(tokens, dtype)
-    routing = moe.route(logits, 2)
-    out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32)
+    routing = route(logits, 2)
+    out = expert_mlp(x, routing, gate_up, down, jnp.float32)
     assert out.dtype == jnp.float32
     assert_close(out, expected_of(x, routing, gate_up, down), TOLERANCE[dtype])
-    assert moe.expert_mlp(x, routing, gate_up, down, jnp.bfloat16).dtype == jnp.bfloat16
+    assert expert_mlp(x, routing, gate_up, down, jnp.bfloat16).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("tokens", [5, 12, 13])
@@ -61,7 +83,7 @@ def test_experts_may_be_empty_or_take_every_token(small_tiles, tokens):
     x, _, gate_up, down = arrays(tokens)
     experts = jnp.broadcast_to(jnp.asarray([16, 0], jnp.int32), (tokens, 2))
     routing = moe.Routing(experts=experts, weights=jnp.full((tokens, 2), 0.5, jnp.float32))
-    out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32)
+    out = expert_mlp(x, routing, gate_up, down, jnp.float32)
     assert_close(out, expected_of(x, routing, gate_up, down), FP32_CHAIN)
 
 
@@ -69,18 +91,18 @@ def test_experts_may_be_empty_or_take_every_token(small_tiles, tokens):
 def test_permuted_tokens_give_permuted_results(small_tiles, tokens):
     x, logits, gate_up, down = arrays(tokens)
     order = np.random.default_rng(0).permutation(tokens)
-    straight = moe.expert_mlp(x, moe.route(logits, 3), gate_up, down, jnp.float32)
-    routing = moe.route(logits[order], 3)
-    permuted = moe.expert_mlp(x[order], routing, gate_up, down, jnp.float32)
+    straight = expert_mlp(x, route(logits, 3), gate_up, down, jnp.float32)
+    routing = route(logits[order], 3)
+    permuted = expert_mlp(x[order], routing, gate_up, down, jnp.float32)
     assert np.array_equal(permuted, np.asarray(straight)[order])
 
 
 @pytest.mark.parametrize("tokens", [3, 6, 20])
 def test_dead_tokens_reach_no_other(small_tiles, tokens):
     x, logits, gate_up, down = arrays(tokens)
-    clean = moe.expert_mlp(x, moe.route(logits, 2), gate_up, down, jnp.float32)
+    clean = expert_mlp(x, route(logits, 2), gate_up, down, jnp.float32)
     x, logits = x.at[1].set(jnp.nan), logits.at[1].set(jnp.nan)
-    out = moe.expert_mlp(x, moe.route(logits, 2), gate_up, down, jnp.float32)
+    out = expert_mlp(x, route(logits, 2), gate_up, down, jnp.float32)
     live = np.arange(tokens) != 1
     assert np.array_equal(np.asarray(out)[live], np.asarray(clean)[live])
 
@@ -90,11 +112,11 @@ def test_dead_tokens_reach_no_other(small_tiles, tokens):
 @pytest.mark.parametrize("tokens, k", [(1, 2), (5, 1), (15, 3), (16, 2), (17, 5), (40, 2)])
 def test_the_kernel_matches_the_oracle_and_keeps_dead_tokens_apart(tokens, k, dtype, form):
     x, logits, gate_up, down = arrays(tokens, dtype, experts=9, hidden=48, inner=32)
-    routing = moe.route(logits, k)
-    out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation=form)
+    routing = route(logits, k)
+    out = expert_mlp(x, routing, gate_up, down, jnp.float32, implementation=form)
     assert_close(out, expected_of(x, routing, gate_up, down), TOLERANCE[dtype])
     last = tokens - 1
-    dirty = moe.expert_mlp(
+    dirty = expert_mlp(
         x.at[last].set(jnp.nan), routing, gate_up, down, jnp.float32, implementation=form
     )
     assert np.array_equal(np.asarray(dirty)[:last], np.asarray(out)[:last])
@@ -106,7 +128,7 @@ def test_the_kernel_serves_an_expert_that_takes_every_token_and_one_that_takes_n
     experts = jnp.broadcast_to(jnp.asarray([16, 0], jnp.int32), (12, 2))
     routing = moe.Routing(experts=experts, weights=jnp.full((12, 2), 0.5, jnp.float32))
     poisoned = gate_up.at[5].set(jnp.nan), down.at[5].set(jnp.nan)
-    out = moe.expert_mlp(x, routing, *poisoned, jnp.float32, implementation=form)
+    out = expert_mlp(x, routing, *poisoned, jnp.float32, implementation=form)
     assert_close(out, expected_of(x, routing, gate_up, down), FP32_CHAIN)
 
 
@@ -122,9 +144,9 @@ def test_many_tokens_match_the_oracle_at_every_fill_of_a_tile_and_keep_dead_ones
     gate_up, down = (a.at[jnp.asarray([1, 4, 8])].set(jnp.nan) for a in (gate_up, down))
     weights = jnp.linspace(0.1, 1.0, tokens, dtype=jnp.float32)[:, None]
     routing = moe.Routing(experts=jnp.asarray(chosen, jnp.int32), weights=weights)
-    out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation=form)
+    out = expert_mlp(x, routing, gate_up, down, jnp.float32, implementation=form)
     assert_close(out, expected_of(x, routing, gate_up, down), TOLERANCE[dtype])
-    dirty = moe.expert_mlp(
+    dirty = expert_mlp(
         x.at[7].set(jnp.nan), routing, gate_up, down, jnp.float32, implementation=form
     )
     live = np.arange(tokens) != 7
@@ -137,7 +159,7 @@ def test_many_tokens_may_all_choose_the_same_expert(tokens, k, form):
     x, _, gate_up, down = arrays(tokens, experts=5, hidden=16, inner=16)
     experts = jnp.broadcast_to(jnp.asarray([4, 0][:k], jnp.int32), (tokens, k))
     routing = moe.Routing(experts=experts, weights=jnp.full((tokens, k), 1 / k, jnp.float32))
-    out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation=form)
+    out = expert_mlp(x, routing, gate_up, down, jnp.float32, implementation=form)
     assert_close(out, expected_of(x, routing, gate_up, down), FP32_CHAIN)
 
 
@@ -164,8 +186,8 @@ def test_a_chunk_of_the_official_layer_matches_the_oracle_on_sampled_tokens(toke
     x = jax.random.normal(keys[0], (tokens, hidden), jnp.bfloat16)
     gate_up = 0.02 * jax.random.normal(keys[1], (count, 2 * inner, hidden), jnp.bfloat16)
     down = 0.04 * jax.random.normal(keys[2], (count, hidden, inner), jnp.bfloat16)
-    routing = moe.route(jax.random.normal(keys[3], (tokens, count)), k)
-    out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation="pallas")
+    routing = route(jax.random.normal(keys[3], (tokens, count)), k)
+    out = expert_mlp(x, routing, gate_up, down, jnp.float32, implementation="pallas")
     some = np.asarray([0, tokens // 2, tokens - 1])
     used, place = np.unique(np.asarray(routing.experts)[some], return_inverse=True)
     expected = oracle.expert_mlp(
@@ -177,11 +199,11 @@ def test_a_chunk_of_the_official_layer_matches_the_oracle_on_sampled_tokens(toke
 
 def test_what_the_kernel_lacks_is_refused():
     x, logits, gate_up, down = arrays(4)
-    routing = moe.route(logits, 2)
+    routing = route(logits, 2)
     with pytest.raises(NotImplementedError, match="sparse_moe: .* hidden 10, inner 5"):
-        moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation="interpret")
+        expert_mlp(x, routing, gate_up, down, jnp.float32, implementation="interpret")
     with pytest.raises(ValueError, match="implementation: expected"):
-        moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation="ragged")
+        expert_mlp(x, routing, gate_up, down, jnp.float32, implementation="ragged")
 
 
 def test_many_tokens_never_hold_every_tokens_expert_matrices():
@@ -203,17 +225,17 @@ def test_many_tokens_never_hold_every_tokens_expert_matrices():
 
 def test_wrong_shapes_and_dtypes_are_errors():
     x, logits, gate_up, down = arrays(4)
-    routing = moe.route(logits, 2)
+    routing = route(logits, 2)
     with pytest.raises(ValueError, match="gate_up, down"):
-        moe.expert_mlp(x, routing, gate_up[:, 1:], down, jnp.float32)
+        expert_mlp(x, routing, gate_up[:, 1:], down, jnp.float32)
     with pytest.raises(ValueError, match="x: expected dtype"):
-        moe.expert_mlp(x.astype(jnp.bfloat16), routing, gate_up, down, jnp.float32)
+        expert_mlp(x.astype(jnp.bfloat16), routing, gate_up, down, jnp.float32)
     with pytest.raises(ValueError, match="routing"):
-        moe.expert_mlp(x[:3], routing, gate_up, down, jnp.float32)
+        expert_mlp(x[:3], routing, gate_up, down, jnp.float32)
     with pytest.raises(ValueError, match="experts_per_token"):
-        moe.route(logits, 18)
+        route(logits, 18)
     with pytest.raises(ValueError, match="logits"):
-        moe.route(logits.astype(jnp.bfloat16), 2)
+        route(logits.astype(jnp.bfloat16), 2)
 
 
 def blocked(tokens, rows=16, columns=16):
@@ -240,8 +262,8 @@ def blocked(tokens, rows=16, columns=16):
 @pytest.mark.parametrize("tokens, k", [(1, 2), (5, 3), (17, 2), (130, 2)])
 def test_float8_experts_match_the_oracle_of_their_dequantised_matrices(tokens, k, form):
     x, logits, gate_up, down, scales, exact = blocked(tokens)
-    routing = moe.route(logits, k)
-    out = moe.expert_mlp(
+    routing = route(logits, k)
+    out = expert_mlp(
         x, routing, gate_up, down, jnp.float32, scales=scales, implementation=form
     )
     expected = oracle.expert_mlp(
@@ -253,8 +275,8 @@ def test_float8_experts_match_the_oracle_of_their_dequantised_matrices(tokens, k
 def test_float8_experts_of_many_tokens_and_without_copies_match_too(small_tiles):
     for tokens in (6, 23):
         x, logits, gate_up, down, scales, exact = blocked(tokens, rows=8, columns=64)
-        routing = moe.route(logits, 4)
-        out = moe.expert_mlp(x, routing, gate_up, down, jnp.float32, scales=scales)
+        routing = route(logits, 4)
+        out = expert_mlp(x, routing, gate_up, down, jnp.float32, scales=scales)
         expected = oracle.expert_mlp(
             as_float64(x), np.asarray(routing.experts), as_float64(routing.weights), *exact
         )
@@ -263,13 +285,13 @@ def test_float8_experts_of_many_tokens_and_without_copies_match_too(small_tiles)
 
 def test_scales_without_float8_and_float8_without_scales_are_errors():
     x, logits, gate_up, down, scales, _ = blocked(4)
-    routing = moe.route(logits, 2)
+    routing = route(logits, 2)
     with pytest.raises(ValueError, match="x: expected dtype float8_e4m3fn of gate_up"):
-        moe.expert_mlp(x, routing, gate_up, down, jnp.float32)
+        expert_mlp(x, routing, gate_up, down, jnp.float32)
     wide = gate_up.astype(x.dtype)
     with pytest.raises(ValueError, match="kernel: expected float8_e4m3fn, got bfloat16"):
-        moe.expert_mlp(x, routing, wide, down, jnp.float32, scales=scales)
-    half = moe.expert_mlp(x, routing, wide, down, jnp.float32, scales=(None, scales[1]))
+        expert_mlp(x, routing, wide, down, jnp.float32, scales=scales)
+    half = expert_mlp(x, routing, wide, down, jnp.float32, scales=(None, scales[1]))
     assert np.isfinite(half).all()
 
 
@@ -329,7 +351,7 @@ def test_a_float8_shared_expert_matches_the_oracle_of_its_dequantised_matrices(f
     )
     shared = jax.tree.map(lambda leaf: leaf[3:4], matrices)
     logits = jnp.concatenate([logits, logits[:, :1]], axis=1)
-    routing = moe.route(logits, 2, experts=9, shared=True, implementation=form)
+    routing = route(logits, 2, experts=9, shared=True, implementation=form)
     parts = jax.jit(functools.partial(moe.expert_parts, implementation=form))(
         x, routing, matrices, shared
     )
