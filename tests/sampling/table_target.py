@@ -27,6 +27,11 @@ PROMPT, ANCHOR, FRONTIER = (2, 5, 5), 3, 10
 LENGTH = 4  # tokens whose law is tested
 PATHS = 8
 ROWS = 8192  # of one call
+# These programs run for longer than they compile, so XLA compiles them as it does by itself and not
+# as tests/conftest.py says.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 3}
+if jax.__version_info__ < (0, 11):
+    COMPILER_OPTIONS["xla_cpu_use_fusion_emitters"] = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +108,7 @@ def play(draft: str, draft_tokens: int, nodes: int = 0):
         (_, _, text, _), rounds = jax.lax.scan(step, carry, length=LENGTH)
         return text, rounds.sum()
 
-    return jax.jit(run)
+    return jax.jit(run, compiler_options=COMPILER_OPTIONS)
 
 
 def start(seeds) -> SequenceState:
