@@ -26,6 +26,10 @@ QUICK_TO_COMPILE = [
 if jax.__version_info__ < (0, 11):  # later versions always use fusion emitters, and know no flag
     QUICK_TO_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
 
+# Tracing makes very many objects that live as long as the process; looking through them for
+# cycles as often as Python does by itself takes some percent of the suite.
+OBJECTS_BEFORE_COLLECTION = 100_000
+
 # Mixed dtypes must be an error in a test: a silent promotion hides a missing, named rounding.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -35,6 +39,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    gc.set_threshold(OBJECTS_BEFORE_COLLECTION)
     if not config.getoption("--gpu"):
         # Read when the first program is compiled. Flags that are set outside come last and win.
         os.environ["XLA_FLAGS"] = " ".join([*QUICK_TO_COMPILE, os.environ.get("XLA_FLAGS", "")])
