@@ -176,21 +176,14 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
     result["round compile"] = (time.perf_counter() - began) * 1e3
     for _ in range(WARMUP):
         carry = jax.block_until_ready(one_round(carry))
-    times = {"queued": [], "blocking": []}
-    for group in range(args.rounds // GROUP):
-        kind = "blocking" if group % 4 == 3 else "queued"
-        began = time.perf_counter()
-        for _ in range(GROUP):
-            carry = one_round(carry)
-            if kind == "blocking":
-                np.asarray(carry[2])  # what a host that decides reads before it goes on
-        jax.block_until_ready(carry)
-        times[kind].append((time.perf_counter() - began) / GROUP * 1e3)
+    groups = args.rounds // GROUP
+    queued, carry = _queued(one_round, carry, groups - groups // 4)
+    blocking, carry = _blocking(one_round, carry, groups // 4)
     if args.profile:
         result["kernels"], carry = _profiled(one_round, carry)
-    result["round"] = statistics.median(times["queued"])
-    result["spread"] = max(times["queued"]) - min(times["queued"])
-    result["blocking"] = statistics.median(times["blocking"])
+    result["round"] = statistics.median(queued)
+    result["spread"] = max(queued) - min(queued)
+    result["blocking"] = statistics.median(blocking)
     state, scratch, _, _ = carry
     if models.target.moe is not None:
         extent = models.extent(state.sequence.gather(rows.lane))
@@ -243,6 +236,39 @@ def _forced_round(models, params, rows, sampling, accepted, most, carry):
     forced = _forced(scratch.acceptance, scratch.proposal.tokens, count)
     scratch = scratch.replace(acceptance=forced)
     return *advance(models, params, state, rows, sampling, scratch, most, summary), number + 1
+
+
+def _queued(one_round, carry, groups: int):
+    """Milliseconds a round of every group but the first, and what they leave. The host is a group
+    ahead of the clock, so that the device waits only where the host is the slower of the two."""
+    times, mark, before = [], None, None
+    for _ in range(groups):
+        for _ in range(GROUP):
+            carry = one_round(carry)
+        following = carry[3] + 0  # the rounds' own number is donated
+        if mark is not None:
+            now = _at(mark)
+            times += [] if before is None else [(now - before) / GROUP * 1e3]
+            before = now
+        mark = following
+    return [*times, (_at(mark) - before) / GROUP * 1e3], carry
+
+
+def _at(mark) -> float:
+    jax.block_until_ready(mark)
+    return time.perf_counter()
+
+
+def _blocking(one_round, carry, groups: int):
+    """Milliseconds a round of every group, each waited for by the host, and what they leave."""
+    times = []
+    for _ in range(groups):
+        began = _at(carry)
+        for _ in range(GROUP):
+            carry = one_round(carry)
+            np.asarray(carry[2])  # what a host that decides reads before it goes on
+        times.append((_at(carry) - began) / GROUP * 1e3)
+    return times, carry
 
 
 def _profiled(one_round, carry):
