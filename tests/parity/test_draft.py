@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,6 +40,10 @@ class Case:
     draft: object
     models: object
     params: Params
+
+
+# Called eagerly, each operation in it would be a program of its own to compile.
+proposed = jax.jit(propose, static_argnums=0)
 
 
 def named(case):
@@ -150,7 +155,7 @@ def test_greedy_proposals(case, published, count):
     )
     whole = jnp.full((1,), width, jnp.int32)
     extent = RoundExtent(proposals=whole - 1, columns=whole, draft_columns=whole)
-    proposal = propose(case.models, case.params, state, ROWS, SamplingArrays.greedy(1), extent)
+    proposal = proposed(case.models, case.params, state, ROWS, SamplingArrays.greedy(1), extent)
     np.testing.assert_array_equal(proposal.tokens[0], [ANCHOR, *expected.tokens])
 
 

@@ -1,7 +1,9 @@
 """A float8 target against its dequantised values in the published model, in float64."""
 
+import functools
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -55,10 +57,15 @@ def logits_of(folder, ids, policy, method):
     """Logits of a prompt, as a chunk or as a block of columns."""
     config, weights = load_target(folder, policy)
     models = models_for(config, None, draft_tokens=0, positions=len(ids), dtypes=policy)
-    module, state = Target(config, policy), models.zeros()
-    variables = {"params": weights}
-    embedded = module.apply(variables, jnp.array([ids], jnp.int32), method="embed")
-    columns = columns_at(state, 0, len(ids))
+    tokens = jnp.array([ids], jnp.int32)
+    return run(Target(config, policy), {"params": weights}, models.zeros(), tokens, method)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def run(module, variables, state, tokens, method):
+    """In one program: called eagerly, each operation would be one."""
+    embedded = module.apply(variables, tokens, method="embed")
+    columns = columns_at(state, 0, tokens.shape[1])
     output = module.apply(variables, embedded, columns, state.target, method=method)
     return module.apply(variables, output.hidden, method="logits")[0]
 

@@ -1,5 +1,8 @@
 """Our target against transformers' Qwen3.5, dense and MoE, loaded from its own files."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,20 +36,26 @@ def case(request, published, tmp_path_factory):
     return model, config, Params(target=weights, draft={}), ids.tolist()
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def run(module, weights, state, tokens):
+    """Captured features and logits of tokens [1, T] from position 0, in one program."""
+    embedded = module.apply(weights, tokens, method="embed")
+    columns = columns_at(state, 0, tokens.shape[1])
+    output = module.apply(weights, embedded, columns, state.target, method="prefill")
+    return output.features[0], module.apply(weights, output.hidden, method="logits")[0]
+
+
 def test_residuals_and_logits(case, published):
     model, config, params, ids = case
     expected = published.reference.run_target(model, ids)
     models = models_for(config, None, draft_tokens=0, positions=TOKENS)
     module = Target(config, DtypePolicy.exact(), tuple(range(config.num_layers)))
-    weights, state = {"params": params.target}, models.zeros()
-    embedded = module.apply(weights, jnp.array([ids], jnp.int32), method="embed")
-    columns = columns_at(state, 0, TOKENS)
-    output = module.apply(weights, embedded, columns, state.target, method="prefill")
-    blocks = np.asarray(output.features[0]).reshape(TOKENS, config.num_layers, -1)
+    tokens = jnp.array([ids], jnp.int32)
+    features, logits = run(module, {"params": params.target}, models.zeros(), tokens)
+    blocks = np.asarray(features).reshape(TOKENS, config.num_layers, -1)
     for layer in range(config.num_layers):
         assert_close(blocks[:, layer], expected.blocks[layer], FP32_CHAIN)
-    logits = module.apply(weights, output.hidden, method="logits")
-    assert_close(logits[0], expected.logits, FP32_CHAIN)
+    assert_close(logits, expected.logits, FP32_CHAIN)
 
 
 @pytest.mark.parametrize("chunk", [5, 32])
