@@ -23,18 +23,21 @@ from scripts.torch_ops import Peer
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
+    chosen = [
+        peer for peer in torch_ops.peers(args.full)
+        if any(part in peer.case.name for part in args.only)
+    ]
+    if not chosen:
+        raise SystemExit(f"--only: expected parts of a case's name, got {args.only}")
     device = torch.device(args.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     print(f"{name}, torch {torch.__version__}, {' '.join(sys.argv)}")
     bandwidth = torch_ops.copy_bandwidth(device)
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s (read + write)")
-    failed = False
-    for peer in torch_ops.peers(args.full):
-        if any(part in peer.case.name for part in args.only):
-            failed |= not report(peer, device, bandwidth, graph=not args.queued)
+    failed = [not report(peer, device, bandwidth, graph=not args.queued) for peer in chosen]
     if torch_ops.delta_rules() is None:
         print("gated_delta_verify: flash-linear-attention (fla) is absent, not timed")
-    return int(failed)
+    return int(any(failed))
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:

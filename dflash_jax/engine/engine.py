@@ -289,6 +289,8 @@ class Engine(Keeping):
         if wait:
             self._schedule.waiting.append(waiting)
         else:
+            if not self._busy:  # a step recovers at its end
+                self._recover()
             self._schedule.place_now(waiting)
 
     def _own(self, request: Request) -> Request:

@@ -178,6 +178,25 @@ def test_a_program_that_failed_on_the_device_ends_its_rows_and_the_next_are_serv
     scenes.check(engine)
 
 
+@pytest.mark.parametrize("call", ["_set_row", "begin"])
+def test_a_request_placed_at_once_recovers_a_state_that_the_one_before_it_lost(monkeypatch, call):
+    engine = scenes.engine(checkpoints=())
+    going = run(engine, engine.submit(PROMPTS[0], max_new_tokens=30), 2)
+    original = getattr(lanes, call)
+
+    def interrupted(*args):
+        original(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lanes, call, interrupted)
+        engine.submit(PROMPTS[1], max_new_tokens=5, wait=False)
+    request = engine.submit(PROMPTS[3], max_new_tokens=12, wait=False)
+    assert tuple(engine.wait_for(request).tokens) == alone(PROMPTS[3], 12)
+    assert going.finish_reason is FinishReason.FAULT
+    scenes.check(engine)
+
+
 @pytest.mark.parametrize("call", ["_set_row", "advance", "begin", "prefill_chunk", "_first"])
 def test_a_call_that_is_interrupted_behind_the_device_ends_its_rows_and_the_next_are_served(
     monkeypatch, call
