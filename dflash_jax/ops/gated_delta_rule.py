@@ -111,15 +111,9 @@ def gated_delta_folds(
     Args: as there, with a tuple (key, delta, decay, conv_input, recurrent, conv) a layer.
     Returns: (recurrent, conv) of each. Raises: as there.
     """
-    for key, delta, decay, conv_input, recurrent, conv in layers:
-        _check(key, delta, decay, recurrent)
-        if conv.shape[2] != conv_input.shape[2] or conv.dtype != conv_input.dtype:
-            raise ValueError(
-                f"conv: expected {conv_input.dtype} [slots, kernel - 1, {conv_input.shape[2]}], "
-                f"got {conv.dtype} {conv.shape}"
-            )
     if not layers:
         return ()
+    _check_layers(layers)
     form = _choose(implementation, *layers[0][:2])
     rows = path, read_slot, write_slot, count
     if form == "xla":
@@ -314,6 +308,27 @@ def _per_value_head(x, value_heads: int):
     return jnp.repeat(x, value_heads // x.shape[1], axis=1)[:, :, None, :]
 
 
+def _check_layers(layers) -> None:
+    for key, delta, decay, conv_input, recurrent, conv in layers:
+        _check(key, delta, decay, recurrent)
+        if key.dtype != jnp.float32 or delta.dtype != jnp.float32:
+            raise ValueError(f"key, delta: expected float32, got {key.dtype}, {delta.dtype}")
+        expected = recurrent.shape[0], conv.shape[1], conv_input.shape[2]
+        if conv.shape != expected or conv.dtype != conv_input.dtype:
+            raise ValueError(
+                f"conv: expected {conv_input.dtype} [slots, kernel - 1, channels] = {expected}, "
+                f"got {conv.dtype} {conv.shape}"
+            )
+        if conv_input.shape[:2] != key.shape[:2]:
+            raise ValueError(
+                f"conv_input: expected {key.shape[:2]} columns, got {conv_input.shape[:2]}"
+            )
+    first, *others = ([(x.shape, x.dtype) for x in layer] for layer in layers)
+    for number, other in enumerate(others, 1):
+        if other != first:
+            raise ValueError(f"layers: expected all like the first, got another at {number}")
+
+
 def _choose(implementation: str, key, value) -> str:
     key_dim, value_dim = key.shape[-1], value.shape[-1]
     lacking = None if kernels.supports(key_dim, value_dim) else (
@@ -334,6 +349,8 @@ def _check(key, value, decay, recurrent) -> None:
     batch, columns, key_heads, key_dim = key.shape
     value_heads, value_dim = value.shape[2:]
     expected = (value_heads, value_dim, key_dim)
+    if value.shape[:2] != (batch, columns):
+        raise ValueError(f"key, value: expected the same columns, got {key.shape}, {value.shape}")
     if value_heads % key_heads or recurrent.shape[1:] != expected:
         raise ValueError(f"recurrent: expected [slots, *{expected}], got {recurrent.shape}")
     if decay.shape != (batch, columns, value_heads, 2):

@@ -282,3 +282,35 @@ def test_a_group_of_columns_that_reaches_past_the_last_one_leaves_it_alone(width
     path = np.arange(width, dtype=np.int32)[None]
     ((moved, _),) = fold_kernel.fold((layer,), path, zero, zero, live, **how)
     assert_close(moved, fold_records(columns, state, live), FP32)
+
+
+@FORMS
+def test_layers_that_a_launch_cannot_hold_are_refused(form):
+    """The kernel reads all of them by the sizes of the first."""
+    def layer(columns=3, rows=2, slots=3, key_dim=KEY_DIM, channels=7):
+        heads = VALUE_HEADS, 16
+        return (
+            jnp.zeros((rows, columns, KEY_HEADS, key_dim)), jnp.zeros((rows, columns, *heads)),
+            jnp.zeros((rows, columns, VALUE_HEADS, 2)),
+            jnp.zeros((rows, columns, channels), jnp.bfloat16),
+            jnp.zeros((slots, *heads, key_dim)), jnp.zeros((slots, 3, channels), jnp.bfloat16),
+        )
+
+    def call(*layers):
+        path, slot = np.zeros((2, 3), np.int32), ints([0, 1])
+        return gated_delta_folds(layers, path, slot, slot, slot, implementation=form)
+
+    others = layer(4), layer(rows=3), layer(slots=2), layer(key_dim=32), layer(channels=9)
+    for other in others:
+        with pytest.raises(ValueError, match="layers: expected all like the first, .* at 1"):
+            call(layer(), other)
+    key, delta, *rest, conv = layer()
+    for raw in ((key.astype(jnp.bfloat16), delta), (key, delta.astype(jnp.bfloat16))):
+        with pytest.raises(ValueError, match="key, delta: expected float32"):
+            call((*raw, *rest, conv))
+    with pytest.raises(ValueError, match="same columns"):
+        call((key, delta[:1], *rest, conv))
+    with pytest.raises(ValueError, match="conv: expected"):
+        call((key, delta, *rest, conv[:1]))
+    with pytest.raises(ValueError, match="conv_input: expected .2, 3. columns"):
+        call((key, delta, rest[0], rest[1][:, :2], rest[2], conv))
