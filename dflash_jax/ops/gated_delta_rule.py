@@ -8,9 +8,8 @@ Per value head, with decay alpha = exp(g), normalised k and q, and state M [Dv, 
 
 Verification never writes M; it leaves records (normalised k, delta, g), and the fold adds the
 accepted increments as verification did. No sum is left to it, so that the folded state equals
-verification's own trajectory bit for bit: in XLA's form because both are a loop of the same form (a
-loop and an unrolled chain are not equal there, nor are two unrolled chains on a GPU), in the
-kernels because both round each product and sum of an entry in the same way.
+verification's own trajectory bit for bit: both round each product and sum of an entry in the same
+way, see `_moved`.
 Source: contracts 6.3.4, 6.3.5 and 9.3.
 """
 
@@ -281,7 +280,15 @@ def _advance(state, key, value, decay):
 
 
 def _moved(state, alpha, delta, k):
-    return alpha * state + delta[..., None] * k
+    """alpha M + delta k^T, each product rounded by itself.
+
+    Else a compiler fuses one of them with the sum, in verification not the same as in the fold. It
+    looks through barriers and roundings to fp32, not through a choice.
+    """
+    kept, added = (
+        jnp.where(jnp.isnan(x), jnp.nan, x) for x in (alpha * state, delta[..., None] * k)
+    )
+    return kept + added
 
 
 def _alpha(decay):

@@ -77,7 +77,8 @@ def choose_experts(
     Args:
       x:              [T, H] float.
       router:         [E, H], dtype of x; a row that decides over an expert of all tokens is last.
-      implementation: as in `route`; the product has a kernel for up to 128 tokens.
+      implementation: as in `route`; the product has a kernel for up to 128 tokens of a width in
+                      multiples of 16, and is XLA's otherwise, whatever is named.
       the others:     as in `route`.
     Returns: Routing. Raises: as `route`.
     """

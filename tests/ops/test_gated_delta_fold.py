@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.ops.gated_delta_rule import gated_delta_folds
+from dflash_jax.ops.gated_delta_rule import gated_delta_folds, gated_delta_verify
 from dflash_jax.pallas import gated_delta_fold as fold_kernel
 from dflash_jax.pallas import gated_delta_rule as kernels
 from dflash_jax.state.decode import Rows
@@ -153,6 +153,28 @@ def test_folding_and_continuing_equals_never_having_stopped(count, form, value_d
     left = WIDTH - count
     resumed = verify(rest, folded, CHAIN, [left] * BATCH, chain=True, form=form)
     assert_same_bits(resumed[:, :left], whole[:, count:])
+
+
+def test_fold_continues_verification_where_a_compiler_fuses_products_and_sums():
+    """As by default; the other tests are compiled in haste, by emitters that fuse less."""
+    options, form = {"compiler_options": {"xla_backend_optimization_level": 3}}, "xla"
+    if jax.__version_info__ < (0, 11):  # later versions know no other emitters
+        options["compiler_options"]["xla_cpu_use_fusion_emitters"] = True
+    columns, state, slot = make_columns(2, 4), make_state(2), ints([0, 1])
+    path = np.tile(np.arange(4, dtype=np.int32), (2, 1))
+    verified = jax.jit(functools.partial(
+        gated_delta_verify, chain=True, implementation=form
+    ), **options)
+    folded = jax.jit(functools.partial(gated_delta_folds, implementation=form), **options)
+    key, decay = columns.read()[1], columns.decay
+    whole, delta = verified(*columns.read(), state, slot, CHAIN[:2, :4], ints([4, 4]))
+    inputs, conv = (jnp.zeros((2, n, 7), jnp.bfloat16) for n in (4, 3))
+    ((moved, _),) = folded(
+        ((key, delta, decay, inputs, state, conv),), path, slot, slot, ints([3, 3])
+    )
+    rest = columns.map(lambda x: np.roll(x, -3, axis=1))
+    resumed, _ = verified(*rest.read(), moved, slot, CHAIN[:2, :4], ints([1, 1]))
+    assert_same_bits(np.asarray(resumed)[:, 0], np.asarray(whole)[:, 3])
 
 
 SLOTS = 6
