@@ -86,7 +86,7 @@ def finish(residual, z, base, finish_delta, *, implementation="auto"):
     Source: contracts 5.5.
     """
     parts = z if z.ndim > residual.ndim else z[None]
-    if residual.shape != parts.shape[1:] or z.dtype != jnp.float32:
+    if residual.shape != parts.shape[1:] or not len(parts) or z.dtype != jnp.float32:
         raise ValueError(
             f"z: expected float32 {residual.shape}, or parts of it, got {z.dtype} {z.shape}"
         )

@@ -66,8 +66,10 @@ def block_inputs(
 ) -> DeltaInputs:
     """`gated_delta_inputs` in the form that fits, by the histories' pool; arguments as in
     `gated_delta_block`."""
-    projected, gates = _in_parts(projected), None if gates is None else _in_parts(gates)
+    projected = _in_parts("projected", projected, (*parent.shape, projected.shape[-1]))
     value_heads, value_dim, key_dim = heads
+    if gates is not None:
+        gates = _in_parts("gates", gates, (*parent.shape, 2 * value_heads))
     sizes = kernel.Sizes(
         width=projected.shape[2], key_heads=key_heads, value_heads=value_heads, key_dim=key_dim,
         value_dim=value_dim, taps=taps.shape[1], unit=unit,
@@ -139,13 +141,20 @@ def gated_delta_block(
         inputs.query, inputs.key, inputs.value, inputs.decay, recurrent, slot, parent, live,
         chain=chain, implementation=implementation,
     )
-    gate = added(_in_parts(projected)[..., channels:wide])
+    parts = projected if projected.ndim == 4 else projected[None]
+    gate = added(parts[..., channels:wide])
     output = close_heads(mixed, gate, weight, eps, conv.dtype)
     return output, inputs, delta
 
 
-def _in_parts(x):
-    return x if x.ndim == 4 else x[None]
+def _in_parts(name, x, shape):
+    """fp32 rows [B, W, rows] of this shape, alone or in parts -> [parts, B, W, rows]."""
+    parts = x if x.ndim == 4 else x[None]
+    if parts.shape[1:] != shape or not len(parts) or x.dtype != jnp.float32:
+        raise ValueError(
+            f"{name}: expected float32 {shape}, or parts of it, got {x.dtype} {x.shape}"
+        )
+    return parts
 
 
 def _choose(implementation: str, sizes: kernel.Sizes) -> str:

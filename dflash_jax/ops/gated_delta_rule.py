@@ -8,9 +8,8 @@ Per value head, with decay alpha = exp(g), normalised k and q, and state M [Dv, 
 
 Verification never writes M; it leaves records (normalised k, delta, g), and the fold adds the
 accepted increments as verification did. No sum is left to it, so that the folded state equals
-verification's own trajectory bit for bit: in XLA's form because both are a loop of the same form (a
-loop and an unrolled chain are not equal there, nor are two unrolled chains on a GPU), in the
-kernels because both round each product and sum of an entry in the same way.
+verification's own trajectory bit for bit: both round each product and sum of an entry in the same
+way, see `_moved`.
 Source: contracts 6.3.4, 6.3.5 and 9.3.
 """
 
@@ -111,15 +110,9 @@ def gated_delta_folds(
     Args: as there, with a tuple (key, delta, decay, conv_input, recurrent, conv) a layer.
     Returns: (recurrent, conv) of each. Raises: as there.
     """
-    for key, delta, decay, conv_input, recurrent, conv in layers:
-        _check(key, delta, decay, recurrent)
-        if conv.shape[2] != conv_input.shape[2] or conv.dtype != conv_input.dtype:
-            raise ValueError(
-                f"conv: expected {conv_input.dtype} [slots, kernel - 1, {conv_input.shape[2]}], "
-                f"got {conv.dtype} {conv.shape}"
-            )
     if not layers:
         return ()
+    _check_layers(layers)
     form = _choose(implementation, *layers[0][:2])
     rows = path, read_slot, write_slot, count
     if form == "xla":
@@ -287,7 +280,15 @@ def _advance(state, key, value, decay):
 
 
 def _moved(state, alpha, delta, k):
-    return alpha * state + delta[..., None] * k
+    """alpha M + delta k^T, each product rounded by itself.
+
+    Else a compiler fuses one of them with the sum, in verification not the same as in the fold. It
+    looks through barriers and roundings to fp32, not through a choice.
+    """
+    kept, added = (
+        jnp.where(jnp.isnan(x), jnp.nan, x) for x in (alpha * state, delta[..., None] * k)
+    )
+    return kept + added
 
 
 def _alpha(decay):
@@ -314,6 +315,27 @@ def _per_value_head(x, value_heads: int):
     return jnp.repeat(x, value_heads // x.shape[1], axis=1)[:, :, None, :]
 
 
+def _check_layers(layers) -> None:
+    for key, delta, decay, conv_input, recurrent, conv in layers:
+        _check(key, delta, decay, recurrent)
+        if key.dtype != jnp.float32 or delta.dtype != jnp.float32:
+            raise ValueError(f"key, delta: expected float32, got {key.dtype}, {delta.dtype}")
+        expected = recurrent.shape[0], conv.shape[1], conv_input.shape[2]
+        if conv.shape != expected or conv.dtype != conv_input.dtype:
+            raise ValueError(
+                f"conv: expected {conv_input.dtype} [slots, kernel - 1, channels] = {expected}, "
+                f"got {conv.dtype} {conv.shape}"
+            )
+        if conv_input.shape[:2] != key.shape[:2]:
+            raise ValueError(
+                f"conv_input: expected {key.shape[:2]} columns, got {conv_input.shape[:2]}"
+            )
+    first, *others = ([(x.shape, x.dtype) for x in layer] for layer in layers)
+    for number, other in enumerate(others, 1):
+        if other != first:
+            raise ValueError(f"layers: expected all like the first, got another at {number}")
+
+
 def _choose(implementation: str, key, value) -> str:
     key_dim, value_dim = key.shape[-1], value.shape[-1]
     lacking = None if kernels.supports(key_dim, value_dim) else (
@@ -334,6 +356,8 @@ def _check(key, value, decay, recurrent) -> None:
     batch, columns, key_heads, key_dim = key.shape
     value_heads, value_dim = value.shape[2:]
     expected = (value_heads, value_dim, key_dim)
+    if value.shape[:2] != (batch, columns):
+        raise ValueError(f"key, value: expected the same columns, got {key.shape}, {value.shape}")
     if value_heads % key_heads or recurrent.shape[1:] != expected:
         raise ValueError(f"recurrent: expected [slots, *{expected}], got {recurrent.shape}")
     if decay.shape != (batch, columns, value_heads, 2):

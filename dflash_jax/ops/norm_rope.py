@@ -94,6 +94,8 @@ def _check(summands, query_norm, key_norm, positions, parts, rule):
     entries = sum(part.heads for part in parts) * dim
     if summands.ndim != 4 or not len(summands) or summands.shape[-1] != entries:
         raise ValueError(f"projected: expected [B, W, {entries}] or parts, got {summands.shape}")
+    if len(summands) > 1 and summands.dtype != jnp.float32:
+        raise ValueError(f"projected: expected parts in float32, got {summands.dtype}")
     place = summands.shape[1:3] if rule.sections is None else (*summands.shape[1:3], 3)
     if (positions.shape, positions.dtype) != (place, jnp.int32):
         raise ValueError(

@@ -77,7 +77,8 @@ def choose_experts(
     Args:
       x:              [T, H] float.
       router:         [E, H], dtype of x; a row that decides over an expert of all tokens is last.
-      implementation: as in `route`; the product has a kernel for up to 128 tokens.
+      implementation: as in `route`; the product has a kernel for up to 128 tokens of a width in
+                      multiples of 16, and is XLA's otherwise, whatever is named.
       the others:     as in `route`.
     Returns: Routing. Raises: as `route`.
     """
@@ -109,7 +110,7 @@ def route(logits, experts_per_token, *, experts=None, shared=False, implementati
       experts:           E, None for all columns. Static.
       shared:            whether column E is the score of an expert of all tokens, which counts its
                          sigmoid. Static.
-      implementation:    "xla", "pallas", "interpret" or "auto", which is "xla". Static.
+      implementation:    "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static.
     Returns:
       Routing.
     Raises: ValueError for shapes, dtypes or k; NotImplementedError if a named kernel lacks them.
@@ -165,8 +166,7 @@ def expert_parts(x, routing, matrices, shared=None, *, implementation="auto"):
     if shared is not None:
         _check_matrices(x, shared, "shared.")
     tokens, hidden = x.shape
-    if routing.experts.shape[0] != tokens:
-        raise ValueError(f"routing: expected {tokens} tokens, got {routing.experts.shape}")
+    _check_routing(routing, tokens, shared)
     form = _choose(implementation, tokens, hidden, matrices)
     if form != "xla" and tokens <= kernel.MAX_TOKENS:
         return _parts_of_few(x, routing, matrices, shared, form == "interpret")
@@ -230,6 +230,19 @@ def _check_matrices(x, matrices, owner: str) -> None:
             check_scale(values, scale)
         elif values.dtype != x.dtype:
             raise ValueError(f"x: expected dtype {values.dtype} of {owner}{name}, got {x.dtype}")
+
+
+def _check_routing(routing, tokens: int, shared) -> None:
+    experts, weights = routing.experts.shape, routing.weights.shape
+    if experts[0] != tokens or weights != experts:
+        raise ValueError(f"routing: expected {tokens} tokens, got {experts} with weights {weights}")
+    if shared is None:
+        return
+    if shared.down.shape[0] != 1:
+        raise ValueError(f"shared: expected one expert, got {shared.down.shape[0]}")
+    if routing.shared is None or routing.shared.shape != (tokens,):
+        found = None if routing.shared is None else routing.shared.shape
+        raise ValueError(f"routing.shared: expected {(tokens,)} for shared, got {found}")
 
 
 def _check_choice(columns: int, experts: int, chosen: int, shared: bool) -> None:

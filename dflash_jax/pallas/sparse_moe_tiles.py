@@ -1,6 +1,6 @@
 """The experts of many tokens: choices sorted by expert, in tiles of rows that share one.
 
-Implements: ops/sparse_moe.py, the expert outputs of `expert_mlp`.
+Implements: ops/sparse_moe.py, the expert outputs of `expert_parts`.
 Matches when: more than 128 tokens; else as pallas/sparse_moe.py.
 
 Three launches. A program of the first owns an expert e: it counts the choices of lower experts, c,

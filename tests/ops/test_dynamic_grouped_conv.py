@@ -146,6 +146,8 @@ def test_wrong_shapes_are_errors():
         apply_taps(a["z"], a["base"][0, :, :-1], delta)
     with pytest.raises(ValueError, match="delta"):
         apply_taps(a["z"], a["base"][0], delta[:, :-1])
+    with pytest.raises(ValueError, match="z: expected"):
+        finish(a["x"], a["z"][None][:0], a["base"], delta)
 
 
 # batch, width, hidden, group width, taps: at the edges of a tile of 16 columns, of a step of 128

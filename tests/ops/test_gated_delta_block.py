@@ -263,3 +263,19 @@ def test_a_geometry_that_the_kernel_lacks_is_named():
     case = operands(shape, "float32", (5, 5))
     with pytest.raises(ValueError, match="projected: expected 328 rows of which 192 are convolved"):
         call(case, shape, "xla", projected=case["projected"][..., :-1])
+
+
+@FORMS
+def test_rows_that_are_no_parts_of_the_columns_are_refused(form):
+    shape = Shape()
+    case = operands(shape, "float32", (5, 5), apart=True)
+    projected, gates = (jnp.asarray(case[name]) for name in ("projected", "gates"))
+    wrong = [{"projected": x} for x in (
+        projected[0], projected[:, :4], projected[None][:0], projected[None, None],
+        projected.astype(jnp.bfloat16),
+    )] + [{"gates": x} for x in (
+        gates[..., :-1], gates[:, :4], gates[None][:0], gates[0], gates.astype(jnp.bfloat16),
+    )]
+    for operand in wrong:
+        with pytest.raises(ValueError, match=f"{[*operand][0]}: expected float32 .2, 5, "):
+            call(case, shape, form, **operand)

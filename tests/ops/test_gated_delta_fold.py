@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.ops.gated_delta_rule import gated_delta_folds
+from dflash_jax.ops.gated_delta_rule import gated_delta_folds, gated_delta_verify
 from dflash_jax.pallas import gated_delta_fold as fold_kernel
 from dflash_jax.pallas import gated_delta_rule as kernels
 from dflash_jax.state.decode import Rows
@@ -155,6 +155,28 @@ def test_folding_and_continuing_equals_never_having_stopped(count, form, value_d
     assert_same_bits(resumed[:, :left], whole[:, count:])
 
 
+def test_fold_continues_verification_where_a_compiler_fuses_products_and_sums():
+    """As by default; the other tests are compiled in haste, by emitters that fuse less."""
+    options, form = {"compiler_options": {"xla_backend_optimization_level": 3}}, "xla"
+    if jax.__version_info__ < (0, 11):  # later versions know no other emitters
+        options["compiler_options"]["xla_cpu_use_fusion_emitters"] = True
+    columns, state, slot = make_columns(2, 4), make_state(2), ints([0, 1])
+    path = np.tile(np.arange(4, dtype=np.int32), (2, 1))
+    verified = jax.jit(functools.partial(
+        gated_delta_verify, chain=True, implementation=form
+    ), **options)
+    folded = jax.jit(functools.partial(gated_delta_folds, implementation=form), **options)
+    key, decay = columns.read()[1], columns.decay
+    whole, delta = verified(*columns.read(), state, slot, CHAIN[:2, :4], ints([4, 4]))
+    inputs, conv = (jnp.zeros((2, n, 7), jnp.bfloat16) for n in (4, 3))
+    ((moved, _),) = folded(
+        ((key, delta, decay, inputs, state, conv),), path, slot, slot, ints([3, 3])
+    )
+    rest = columns.map(lambda x: np.roll(x, -3, axis=1))
+    resumed, _ = verified(*rest.read(), moved, slot, CHAIN[:2, :4], ints([1, 1]))
+    assert_same_bits(np.asarray(resumed)[:, 0], np.asarray(whole)[:, 3])
+
+
 SLOTS = 6
 # Rows read these slots and write those: in place, forks, a shared source beside an idle row.
 MOVES = pytest.mark.parametrize(
@@ -282,3 +304,35 @@ def test_a_group_of_columns_that_reaches_past_the_last_one_leaves_it_alone(width
     path = np.arange(width, dtype=np.int32)[None]
     ((moved, _),) = fold_kernel.fold((layer,), path, zero, zero, live, **how)
     assert_close(moved, fold_records(columns, state, live), FP32)
+
+
+@FORMS
+def test_layers_that_a_launch_cannot_hold_are_refused(form):
+    """The kernel reads all of them by the sizes of the first."""
+    def layer(columns=3, rows=2, slots=3, key_dim=KEY_DIM, channels=7):
+        heads = VALUE_HEADS, 16
+        return (
+            jnp.zeros((rows, columns, KEY_HEADS, key_dim)), jnp.zeros((rows, columns, *heads)),
+            jnp.zeros((rows, columns, VALUE_HEADS, 2)),
+            jnp.zeros((rows, columns, channels), jnp.bfloat16),
+            jnp.zeros((slots, *heads, key_dim)), jnp.zeros((slots, 3, channels), jnp.bfloat16),
+        )
+
+    def call(*layers):
+        path, slot = np.zeros((2, 3), np.int32), ints([0, 1])
+        return gated_delta_folds(layers, path, slot, slot, slot, implementation=form)
+
+    others = layer(4), layer(rows=3), layer(slots=2), layer(key_dim=32), layer(channels=9)
+    for other in others:
+        with pytest.raises(ValueError, match="layers: expected all like the first, .* at 1"):
+            call(layer(), other)
+    key, delta, *rest, conv = layer()
+    for raw in ((key.astype(jnp.bfloat16), delta), (key, delta.astype(jnp.bfloat16))):
+        with pytest.raises(ValueError, match="key, delta: expected float32"):
+            call((*raw, *rest, conv))
+    with pytest.raises(ValueError, match="same columns"):
+        call((key, delta[:1], *rest, conv))
+    with pytest.raises(ValueError, match="conv: expected"):
+        call((key, delta, *rest, conv[:1]))
+    with pytest.raises(ValueError, match="conv_input: expected .2, 3. columns"):
+        call((key, delta, rest[0], rest[1][:, :2], rest[2], conv))

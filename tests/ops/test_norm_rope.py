@@ -159,6 +159,8 @@ def test_what_does_not_fit_is_an_error():
     )
     with pytest.raises(ValueError, match="projected: expected"):
         call(projected[..., 1:], query_norm, key_norm, positions)
+    with pytest.raises(ValueError, match="projected: expected parts in float32, got bfloat16"):
+        call(jnp.stack([projected] * 2).astype(jnp.bfloat16), query_norm, key_norm, positions)
     with pytest.raises(ValueError, match="key_norm: expected"):
         call(projected, query_norm, key_norm[1:], positions)
     with pytest.raises(ValueError, match="positions: expected"):

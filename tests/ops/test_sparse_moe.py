@@ -232,6 +232,8 @@ def test_wrong_shapes_and_dtypes_are_errors():
         expert_mlp(x.astype(jnp.bfloat16), routing, gate_up, down, jnp.float32)
     with pytest.raises(ValueError, match="routing"):
         expert_mlp(x[:3], routing, gate_up, down, jnp.float32)
+    with pytest.raises(ValueError, match="routing: expected 4 tokens, got .4, 2. with weights"):
+        expert_mlp(x, routing.replace(weights=routing.weights[:, :1]), gate_up, down, jnp.float32)
     with pytest.raises(ValueError, match="experts_per_token"):
         route(logits, 18)
     with pytest.raises(ValueError, match="logits"):
@@ -281,6 +283,22 @@ def test_float8_experts_of_many_tokens_and_without_copies_match_too(small_tiles)
             as_float64(x), np.asarray(routing.experts), as_float64(routing.weights), *exact
         )
         assert_close(out, expected, BF16_CHAIN)
+
+
+@pytest.mark.parametrize("form", ["xla", "interpret"])
+def test_a_shared_expert_without_a_score_or_not_alone_is_an_error(form):
+    x, logits, gate_up, down = arrays(4, hidden=32, inner=16)
+    routing, stack = moe.Routing(experts=logits[:, :2].astype(jnp.int32), weights=logits[:, :2]), (
+        moe.Matrices(gate_up=gate_up, down=down)
+    )
+    one, two = (jax.tree.map(lambda leaf, count=count: leaf[:count], stack) for count in (1, 2))
+    for score in (None, logits[:, :1], logits[:3, 0]):
+        with pytest.raises(ValueError, match=r"routing.shared: expected \(4,\)"):
+            moe.expert_parts(x, routing.replace(shared=score), stack, one, implementation=form)
+    with pytest.raises(ValueError, match="shared: expected one expert, got 2"):
+        moe.expert_parts(
+            x, routing.replace(shared=logits[:, 0]), stack, two, implementation=form
+        )
 
 
 def test_scales_without_float8_and_float8_without_scales_are_errors():
