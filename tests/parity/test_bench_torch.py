@@ -152,8 +152,10 @@ def test_what_is_printed_is_the_run(scripts, capsys, monkeypatch):
     assert lines[4] == f"{small.case.name}, broken: FAILED no such kernel"
     assert lines[5] == "gated_delta_verify: flash-linear-attention (fla) is absent, not timed"
     monkeypatch.setattr(scripts.ops, "peers", lambda full: peers[:1])
-    assert scripts.bench.main(["--device", "cpu", "--only", "nothing"]) == 0
-    assert "us," not in capsys.readouterr().out
+    assert scripts.bench.main(["--device", "cpu", "--only", small.case.name]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(small.forms) + 1
+    with pytest.raises(SystemExit, match="--only: expected parts of a case's name, got .'nothing'"):
+        scripts.bench.main(["--device", "cpu", "--only", "nothing"])
 
 
 class Timed:
