@@ -1,7 +1,5 @@
 """Norms over the last axis, kept apart by name because target and draft mean different weights."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,6 +7,7 @@ from jax import lax
 from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.ops.rounding import round_to
 from dflash_jax.pallas import norm as kernel
+from dflash_jax.pallas.common import added
 
 _L2_EPS = 1e-6
 
@@ -83,11 +82,6 @@ def add_branch(x, branch):
         branch = added(branch)
     rounded = round_to(branch.astype(jnp.float32), x.dtype)
     return round_to(x.astype(jnp.float32) + rounded.astype(jnp.float32), x.dtype)
-
-
-def added(parts):
-    """The sum of [parts, ...], first to last, as kernels add them."""
-    return functools.reduce(jnp.add, parts)
 
 
 def _check_branch(x, branch):

@@ -6,6 +6,7 @@ and warns at each lowering: that one warning is filtered here.
 """
 
 import functools
+import operator
 import warnings
 
 import jax
@@ -52,6 +53,11 @@ def gpu_call(
         name=name,
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
     )
+
+
+def added(parts):
+    """The sum of parts, first to last: whoever adds them gets the same bits."""
+    return functools.reduce(operator.add, parts)
 
 
 def dot(left, right):

@@ -10,8 +10,6 @@ normalise queries and keys, those of a head. One more program for the same colum
 Source: contracts 6.3.4.
 """
 
-import functools
-import operator
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +18,7 @@ from jax.experimental import pallas as pl
 
 from dflash_jax.pallas.common import (
     WHOLE,
+    added,
     broadcast,
     gpu_call,
     is_power_of_two,
@@ -181,8 +180,7 @@ def _convolved(sizes: Sizes, projected, conv, taps, row, place, column, channel)
 
 def _sum(ref, there, **mask):
     """fp32 sum over the parts, first to last."""
-    parts = (load(ref.at[broadcast(part, *there)], **mask) for part in range(ref.shape[0]))
-    return functools.reduce(operator.add, parts)
+    return added(load(ref.at[broadcast(part, *there)], **mask) for part in range(ref.shape[0]))
 
 
 def _gates(sizes: Sizes, gates, first_gate, a_log, dt_bias, decay, row, column):

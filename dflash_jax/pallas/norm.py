@@ -7,15 +7,12 @@ A program takes a row. Everything it needs is asked for before the sum of square
 latency of the memory is exposed.
 """
 
-import functools
-import operator
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, gpu_call, load, shared, store
+from dflash_jax.pallas.common import WHOLE, added, gpu_call, load, shared, store
 
 MAX_WIDTH = 16384
 _ENTRIES_OF_WARP = 512  # 16 a thread
@@ -43,7 +40,7 @@ def add_rmsnorm(x, branch, weight, *, eps: float, offset: bool, interpret: bool)
                 *((branch, part * size + place) for part in range(parts)),
             )
         )
-        second = functools.reduce(operator.add, second)
+        second = added(second)
         # The norm reads the sum as the residual keeps it.
         rounded = (first + second.astype(x.dtype).astype(jnp.float32)).astype(total.dtype)
         store(total.at[place], rounded, mask=mask)

@@ -8,8 +8,6 @@ dims behind them are three arrays, so that a lane computes the angle of few pair
 sliced. Value and gate heads are copied.
 """
 
-import functools
-import operator
 from dataclasses import dataclass
 
 import jax
@@ -17,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, gpu_call, is_power_of_two, load, shared, store
+from dflash_jax.pallas.common import WHOLE, added, gpu_call, is_power_of_two, load, shared, store
 from dflash_jax.pallas.rope import turn
 
 
@@ -144,7 +142,7 @@ def _turn(projected, source, out, target, weight, fractions, position, rule: Rul
 
 
 def _sum(ref, starts, entry, mask):
-    return functools.reduce(operator.add, (_read(ref, start + entry, mask) for start in starts))
+    return added(_read(ref, start + entry, mask) for start in starts)
 
 
 def _read(ref, at, mask):

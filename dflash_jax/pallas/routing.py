@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 
 from dflash_jax.pallas.common import (
     WHOLE,
+    added,
     broadcast,
     dot,
     gpu_call,
@@ -128,7 +129,7 @@ def _kernel(experts: int, chosen: int):
         row, slot = pl.program_id(0), jnp.arange(MAX_CHOSEN, dtype=jnp.int32)
         index = jnp.arange(max(16, pl.next_power_of_2(experts)), dtype=jnp.int32)
         inside = index < experts
-        values = _sum(
+        values = added(
             load(logits.at[broadcast(part, row, index)], mask=inside, other=0.0)
             for part in range(logits.shape[0])
         )
@@ -147,14 +148,7 @@ def _kernel(experts: int, chosen: int):
         store(ids.at[at], found, mask=known)
         store(weights.at[at], share / jnp.sum(share), mask=known)
         for out in gate:
-            own = _sum(logits[part, row, experts] for part in range(logits.shape[0]))
+            own = added(logits[part, row, experts] for part in range(logits.shape[0]))
             out[row] = jax.nn.sigmoid(own)
 
     return kernel
-
-
-def _sum(parts):
-    first, *others = parts
-    for part in others:
-        first = first + part
-    return first
