@@ -25,6 +25,8 @@ def test_every_kernel_lowers(case):
     text = h200.lowered(case.fn, *case.avals)
     assert ("mosaic_gpu" in text) == case.mosaic
     assert all(name in text for name in case.kernels)
+    # Each lets the kernel behind it start up; those of Mosaic do not.
+    assert case.mosaic or text.count("griddepcontrol.launch_dependents") == len(case.kernels)
 
 
 @NEEDS_PLUGIN
