@@ -5,9 +5,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-import numpy as np
-
-from scripts.device_idle import profile, union
+from scripts.device_idle import profile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,10 +13,11 @@ class Kernels:
     """Of one unit of work, a round.
 
     Fields:
-      microseconds: time in kernels of a name, numbers at its end left out.
+      microseconds: time in kernels of a name, numbers at its end left out: from when a kernel had
+        started and all before it had ended, since one may start early and wait for them.
       launches: how many of them.
       span: microseconds from the first kernel's start to the last one's end.
-      idle: microseconds of the span in which no kernel ran; several may run at once.
+      idle: microseconds of the span in which no kernel ran.
     """
 
     microseconds: dict[str, float]
@@ -48,7 +47,7 @@ def record(work: Callable[[], None], count: int) -> Kernels:
 
 def read(planes, count: int) -> Kernels:
     """The kernels in the streams of device planes, as averages over `count` rounds."""
-    time, launches, runs = collections.Counter(), collections.Counter(), []
+    launches, runs = collections.Counter(), []
     for plane in planes:
         if not plane.name.startswith("/device:"):
             continue
@@ -57,10 +56,13 @@ def read(planes, count: int) -> Kernels:
                 continue
             for event in line.events:
                 name = re.sub(r"[._]?\d+$", "", event.name)
-                time[name] += event.duration_ns / 1e3 / count
                 launches[name] += 1 / count
-                runs.append((event.start_ns, event.start_ns + event.duration_ns))
-    busy = union(runs)
-    span = (busy[-1, 1] - busy[0, 0]) / 1e3 / count if runs else 0.0
-    idle = span - float(np.sum(busy[:, 1] - busy[:, 0])) / 1e3 / count
+                runs.append((event.start_ns, event.start_ns + event.duration_ns, name))
+    time, end = collections.Counter(), min((start for start, _, _ in runs), default=0.0)
+    first = end
+    for start, stop, name in sorted(runs):
+        time[name] += max(0.0, stop - max(start, end)) / 1e3 / count
+        end = max(end, stop)
+    span = (end - first) / 1e3 / count
+    idle = span - sum(time.values())
     return Kernels(microseconds=dict(time), launches=dict(launches), span=span, idle=idle)

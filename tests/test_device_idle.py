@@ -94,8 +94,9 @@ def test_kernels_of_a_round_are_summed_by_name():
     ]
 
 
-def test_kernels_that_run_at_once_leave_no_time_idle():
+def test_time_in_which_a_kernel_waits_for_those_before_it_is_not_its_own():
     kernels = [event("a", 0, 6), event("b", 1, 9), event("c", 10, 12)]
     found = kernel_times.read([plane("/device:GPU:0", **{"Stream #1": kernels})], count=1)
-    assert found.busy == pytest.approx(16000) and found.span == pytest.approx(12000)
+    assert found.microseconds == pytest.approx({"a": 6000, "b": 3000, "c": 2000})
+    assert found.busy == pytest.approx(11000) and found.span == pytest.approx(12000)
     assert found.idle == pytest.approx(1000)
