@@ -34,26 +34,33 @@ from dflash_jax.pallas.common import (
 MAX_TOKENS = 128
 
 
+# Matrix rows of a program, stretch of a step, warps, stages: of gate and up, and of down.
+_FEW_TOKENS = ((32, 128, 4, 4), (128, 128, 4, 4))
+_MORE_TOKENS = ((32, 64, 4, 4), (128, 64, 4, 4))  # behind 32
+
+
 @dataclass(frozen=True)
 class Tiles:
-    """Matrix rows of a program, and the stretch of a product's sum that a step takes."""
+    """Matrix rows of a program, the stretch of a product's sum that a step takes, and warps and
+    stages of the two kernels."""
 
     inner: int
     hidden: int
     inner_step: int
     hidden_step: int
-    num_warps: int = 4
-    num_stages: int = 4
+    num_warps: tuple[int, int] = (4, 4)
+    num_stages: tuple[int, int] = (4, 4)
 
     @classmethod
     def of(cls, rows: int, hidden: int, inner: int, columns=()) -> "Tiles":
         """For `rows` tokens of width `hidden`, experts of width `inner`, and the columns of a block
         of those matrices that have blocks."""
-        longest = 128 if rows <= 32 else 64
+        gate_up, down = _FEW_TOKENS if rows <= 32 else _MORE_TOKENS
         return cls(
-            inner=step_within(inner, (), 32), hidden=step_within(hidden, (), 128),
-            inner_step=step_within(inner, columns, longest),
-            hidden_step=step_within(hidden, columns, longest),
+            inner=step_within(inner, (), gate_up[0]), hidden=step_within(hidden, (), down[0]),
+            inner_step=step_within(inner, columns, down[1]),
+            hidden_step=step_within(hidden, columns, gate_up[1]),
+            num_warps=(gate_up[2], down[2]), num_stages=(gate_up[3], down[3]),
         )
 
 
@@ -100,7 +107,7 @@ def expert_parts(
             kernel(tiles, (rows, tokens, k), blocks, interpret), name=name,
             out_shape=out, grid=(choices + len(stacks) - 1, width),
             in_specs=[WHOLE] * (len(operands) + len(refs)), out_specs=WHOLE, interpret=interpret,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            num_warps=tiles.num_warps[which], num_stages=tiles.num_stages[which],
         )(*operands, *refs)
 
     flat = experts.reshape(-1)
@@ -189,21 +196,29 @@ def _down_kernel(tiles: Tiles, extents, blocks, interpret):
         token = jnp.arange(rows, dtype=jnp.int32)
         rank = jnp.arange(wide, dtype=jnp.int32)
 
-        def places_and_weights(expert):
+        def asked(expert):
+            """What a token's choices are and weigh, [rows, ranks]: asked for before the product, so
+            that nobody waits for it behind the product."""
+            if expert is None:
+                known = token < tokens
+                return known, load(every.at[token], mask=known, other=0.0)
+            at = token[:, None] * k + rank[None, :]
+            known = (token < tokens)[:, None] & (rank < k)[None, :]
+            chosen = load(experts.at[at], mask=known, other=-1)
+            return known & (chosen == expert), load(weights.at[at], mask=known, other=0.0)
+
+        def places_and_weights(expert, named, given):
             """Of each token: the rank it gave the expert, whether it did, and the weight."""
             if expert is None:
-                there = token < tokens
-                return k, there, load(every.at[token], mask=there, other=0.0)
-            known = (token < tokens)[:, None] & (rank < k)[None, :]
-            chosen = load(experts.at[token[:, None] * k + rank[None, :]], mask=known, other=-1)
-            named = known & (chosen == expert)
-            given = jnp.sum(jnp.where(named, rank[None, :], 0), axis=1)
+                return k, named, given
+            at = jnp.sum(jnp.where(named, rank[None, :], 0), axis=1)
             takes = jnp.sum(named.astype(jnp.int32), axis=1) > 0
-            return given, takes, load(weights.at[token * k + given], mask=takes, other=0.0)
+            return at, takes, jnp.sum(jnp.where(named, given, 0.0), axis=1)
 
         def work(source, expert):
             down, scale, shape = source
             slot = 0 if expert is None else expert
+            choices = asked(expert)
 
             def step(index, total):
                 first = index * tiles.inner_step
@@ -214,7 +229,7 @@ def _down_kernel(tiles: Tiles, extents, blocks, interpret):
             steps = mixed.shape[2] // tiles.inner_step
             empty = jnp.zeros((rows, tiles.hidden), jnp.float32)
             total = lax.fori_loop(0, steps, step, empty)
-            given, takes, weight = places_and_weights(expert)
+            given, takes, weight = places_and_weights(expert, *choices)
             column = block * tiles.hidden + jnp.arange(tiles.hidden, dtype=jnp.int32)
             mask = jnp.broadcast_to(takes[:, None], total.shape)
             # A token that did not choose it has no address: nothing is put back.
