@@ -184,13 +184,11 @@ def _measure(models: Models, params: Params, args, controls: SamplingParams) -> 
     result["round compile"] = (time.perf_counter() - began) * 1e3
     for _ in range(WARMUP):
         carry = jax.block_until_ready(one_round(carry))
-    groups = args.rounds // GROUP
-    queued, carry = _queued(one_round, carry, groups - groups // 4)
-    blocking, carry = _blocking(one_round, carry, groups // 4)
+    waited = args.rounds // GROUP // 4
+    result["round"], carry = _queued(one_round, carry, args.rounds - waited * GROUP)
+    blocking, carry = _blocking(one_round, carry, waited)
     if args.profile:
         result["kernels"], carry = _profiled(one_round, carry)
-    result["round"] = statistics.mean(queued)  # a host that falls behind catches up: no median
-    result["spread"] = max(queued) - min(queued)
     result["blocking"] = statistics.median(blocking)
     state, scratch, _, _ = carry
     if models.target.moe is not None:
@@ -245,20 +243,13 @@ def _forced_round(models, params, rows, sampling, accepted, most, carry):
     return *advance(models, params, state, rows, sampling, scratch, most, summary), number + 1
 
 
-def _queued(one_round, carry, groups: int):
-    """Milliseconds a round of every group but the first, and what they leave. The host is a group
-    ahead of the clock, so that the device waits only where the host is the slower of the two."""
-    times, mark, before = [], None, None
-    for _ in range(groups):
-        for _ in range(GROUP):
-            carry = one_round(carry)
-        following = carry[3] + 0  # the rounds' own number is donated
-        if mark is not None:
-            now = _at(mark)
-            times += [] if before is None else [(now - before) / GROUP * 1e3]
-            before = now
-        mark = following
-    return [*times, (_at(mark) - before) / GROUP * 1e3], carry
+def _queued(one_round, carry, rounds: int):
+    """Milliseconds a round of so many, none of them waited for, and what they leave; by the clock
+    before the first and behind the last, since a busy host is late to see what lies between."""
+    began = _at(carry)
+    for _ in range(rounds):
+        carry = one_round(carry)
+    return (_at(carry) - began) / rounds * 1e3, carry
 
 
 def _at(mark) -> float:
@@ -376,7 +367,7 @@ def _report(name, result, target, draft, models, args, bandwidth) -> None:
         weights -= round((moe.num_experts - result["experts"]) * layers * one)
     total = weights + args.batch * per_row
     floor = total / bandwidth * 1e3
-    print(f"{name}: queued {result['round']:.2f} ms (spread {result['spread']:.2f}), blocking "
+    print(f"{name}: queued {result['round']:.2f} ms, blocking "
           f"{result['blocking']:.2f} ms; {total / 1e9:.2f} GB, floor {floor:.2f} ms, ratio "
           f"{result['round'] / floor:.2f}")
     if "looped" in result:
