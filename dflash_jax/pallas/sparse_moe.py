@@ -35,7 +35,7 @@ MAX_TOKENS = 128
 
 
 # Matrix rows of a program, stretch of a step, warps, stages: of gate and up, and of down.
-_FEW_TOKENS = ((32, 128, 4, 4), (128, 128, 4, 4))
+_FEW_TOKENS = ((32, 256, 4, 3), (64, 256, 4, 2))
 _MORE_TOKENS = ((32, 64, 4, 4), (128, 64, 4, 4))  # behind 32
 
 
