@@ -7,6 +7,7 @@ and warns at each lowering: that one warning is filtered here.
 
 import functools
 import operator
+import re
 import warnings
 
 import jax
@@ -43,7 +44,7 @@ def gpu_call(
         kernels are compiled for a GPU on machines that have none.
     """
     return pl.pallas_call(
-        kernel if interpret else _releasing(kernel),
+        kernel if interpret or not _may_release() else _releasing(kernel),
         out_shape=out_shape,
         grid=grid,
         in_specs=in_specs,
@@ -53,6 +54,13 @@ def gpu_call(
         name=name,
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
     )
+
+
+def _may_release() -> bool:
+    """Whether the devices know the instruction of `_releasing`: NVIDIA's, from compute capability
+    9.0 on. Without a GPU, kernels are compiled for an H200, which does."""
+    versions = [device.compute_capability for device in jax.devices() if device.platform == "gpu"]
+    return all(re.fullmatch(r"\d+\.\d+", text) and float(text) >= 9.0 for text in versions)
 
 
 def _releasing(kernel):
