@@ -1,5 +1,7 @@
 """The op benchmark judges a form before it times it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -38,10 +40,16 @@ def test_a_form_beyond_it_is_reported_and_not_timed(form, capsys, monkeypatch):
     catalogue.fold(1, 4, 3), catalogue.prefill(1, 66, 16),
     catalogue.ring(1, 2, 64), catalogue.paged(1, 2, 64), between.add_norm(2, 224),
     catalogue.blocks(3, 64, 48, block=16), between.target_heads(1, 2, 3, 1, dim=12, rotary=8),
-    between.draft_heads(1, 2, 2, 1, dim=4),
+    between.draft_heads(1, 2, 2, 1, dim=4), catalogue.experts(3, (6, 2, 32, 16)),
 ], ids=lambda case: case.name)
 def test_cases_agree_with_their_oracle(case):
     case.check("xla", KEY)
+
+
+def test_a_form_that_leaves_parts_is_judged_by_their_sum():
+    case = catalogue.experts(3, (6, 2, 32, 16))
+    forms = {"interpret": catalogue.experts_by("interpret")}
+    dataclasses.replace(case, forms=forms).check("interpret", KEY)
 
 
 @pytest.mark.parametrize("options", [["--only", "no such"], ["--forms", "no such"]])

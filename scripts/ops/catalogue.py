@@ -292,9 +292,19 @@ def select(rows: int) -> Case:
     )
 
 
-def experts(tokens: int) -> Case:
-    """The experts of one 35B layer under random routing."""
-    count, k, hidden, inner = 256, 8, 2048, 512
+def experts_by(form: str):
+    """`expert_parts` in one form, of arrays."""
+    def call(x, chosen, weights, gate_up, down):
+        routing = moe.Routing(experts=chosen, weights=weights)
+        matrices = moe.Matrices(gate_up=gate_up, down=down)
+        return moe.expert_parts(x, routing, matrices, implementation=form)
+    return call
+
+
+def experts(tokens: int, sizes=(256, 8, 2048, 512)) -> Case:
+    """The experts of one layer, the 35B's, under random routing: how many, how many a token takes,
+    and their widths."""
+    count, k, hidden, inner = sizes
     unique = count * (1 - (1 - k / count) ** tokens)
 
     def make(key):
@@ -306,12 +316,6 @@ def experts(tokens: int) -> Case:
             normal(keys[3], (count, hidden, inner), scale=0.04),
         )
 
-    def run(form):
-        def call(x, chosen, weights, gate_up, down):
-            routing = moe.Routing(experts=chosen, weights=weights)
-            return moe.expert_mlp(x, routing, gate_up, down, jnp.float32, implementation=form)
-        return call
-
     def ragged(x, chosen, weights, gate_up, down):
         order = jnp.argsort(chosen.reshape(-1), stable=True)
         sizes = jnp.bincount(chosen.reshape(-1), length=count).astype(jnp.int32)
@@ -319,7 +323,7 @@ def experts(tokens: int) -> Case:
         gate, up = jnp.split(lax.ragged_dot(rows, gate_up.swapaxes(1, 2), sizes), 2, axis=-1)
         made = lax.ragged_dot(jax.nn.silu(gate) * up, down.swapaxes(1, 2), sizes)
         scaled = made * weights.reshape(-1)[order, None]
-        return jnp.zeros((tokens, hidden)).at[order // k].add(scaled)
+        return jnp.zeros((1, tokens, hidden)).at[0, order // k].add(scaled)
 
     def exact(x, chosen, weights, gate_up, down):
         used = np.unique(chosen)
@@ -328,10 +332,11 @@ def experts(tokens: int) -> Case:
         return moe_oracle.expert_mlp(wide[0], place, *wide[1:])
 
     return Case(
-        name=f"expert_mlp T={tokens}", bytes=unique * 3 * hidden * inner * 2, make=make,
+        name=f"expert_parts T={tokens}", bytes=unique * 3 * hidden * inner * 2, make=make,
+        joined=lambda parts: jnp.sum(parts, axis=0),  # the norm behind them adds them
         tolerance=5e-3,  # a peer rounds its sums to bf16 between the products
         exact=exact if tokens <= 8 else None,
-        forms={form: run(form) for form in BOTH} | {"ragged_dot": ragged},
+        forms={form: experts_by(form) for form in BOTH} | {"ragged_dot": ragged},
     )
 
 
