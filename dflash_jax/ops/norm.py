@@ -64,7 +64,9 @@ def add_rmsnorm(x, branch, weight, eps, *, offset, implementation="auto"):
     _check_branch(x, branch)
     _factor(x, weight)
     width = x.shape[-1]
-    lacking = None if kernel.supports(width) else f"1..{kernel.MAX_WIDTH} entries, got {width}"
+    lacking = None if x.size and kernel.supports(width) else (
+        f"rows of 1..{kernel.MAX_WIDTH} entries, got {x.shape}"
+    )
     form = choose_form("add_rmsnorm", implementation, lacking, auto_gpu="pallas")
     if form != "xla":
         return kernel.add_rmsnorm(

@@ -100,10 +100,11 @@ def _form(op: str, implementation: str, x, matrix) -> str:
         )
     tokens = math.prod(x.shape[:-1])
     few = None if 0 < tokens <= kernel.MAX_TOKENS else f"1..{kernel.MAX_TOKENS} rows, got {tokens}"
+    some = None if tokens else "at least one row, got none"
     streamed = few if few or mosaic.supports(tokens, matrix) else (
         f"16-bit matrices of multiples of 8 and 64, got {matrix.shape} {matrix.dtype}"
     )
-    lacking = few if op == "skinny_swiglu" or not tokens else None
+    lacking = few if op == "skinny_swiglu" else some
     if op != "skinny_parts":
         return choose_form(op, implementation, lacking, more={"mosaic": streamed})
     pays = "pallas" if _pays(tokens, *matrix.shape, matrix.dtype) else "xla"
