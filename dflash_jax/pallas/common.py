@@ -7,7 +7,6 @@ and warns at each lowering: that one warning is filtered here.
 
 import functools
 import operator
-import re
 import warnings
 
 import jax
@@ -44,7 +43,7 @@ def gpu_call(
         kernels are compiled for a GPU on machines that have none.
     """
     return pl.pallas_call(
-        kernel if interpret or not _may_release() else _releasing(kernel),
+        kernel,
         out_shape=out_shape,
         grid=grid,
         in_specs=in_specs,
@@ -54,33 +53,6 @@ def gpu_call(
         name=name,
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
     )
-
-
-def _may_release() -> bool:
-    """Whether the devices know the instruction of `_releasing`: NVIDIA's, from compute capability
-    9.0 on. Without a GPU, kernels are compiled for an H200, which does."""
-    versions = [device.compute_capability for device in jax.devices() if device.platform == "gpu"]
-    return all(re.fullmatch(r"\d+\.\d+", text) and float(text) >= 9.0 for text in versions)
-
-
-def _releasing(kernel):
-    """The kernel, which first of all lets the one behind it start up (programmatic dependent
-    launch).
-
-    XLA makes every kernel wait for the end of those before it, as its first instruction
-    (griddepcontrol.wait), so that an early start changes no result; what a launch takes passes
-    meanwhile.
-    """
-    def released(*refs):
-        first = jnp.full((1,), pl.program_id(0), jnp.int32)
-        # The branch is always taken; it is what keeps the instruction.
-        (same,) = plt.elementwise_inline_asm(
-            "griddepcontrol.launch_dependents;\nmov.b32 $0, $1;", args=[first],
-            constraints="=r,r", pack=1, result_shape_dtypes=[jax.ShapeDtypeStruct((1,), jnp.int32)],
-        )
-        pl.when(jnp.max(same) >= 0)(functools.partial(kernel, *refs))
-
-    return released
 
 
 def added(parts):
