@@ -203,6 +203,13 @@ def test_trees_need_a_lattice():
     assert "tree 5 columns, 8 paths" in describe(target, tiny_draft(SECOND), run)
 
 
+@pytest.mark.parametrize("block_size, told", [(None, False), (8, False), (4, True)])
+def test_more_proposals_than_the_draft_was_trained_for_are_named(block_size, told):
+    draft, run = tiny_draft(FIRST, block_size=block_size), RunConfig(**RUN | dict(draft_tokens=4))
+    text = describe(tiny_target(), draft, run)
+    assert ("  K 4 is more than block_size - 1 = 3" in text) == told
+
+
 def test_run_defaults_and_derived_counts():
     run = RunConfig(**RUN)
     assert (run.lanes, run.slots, run.page_size, run.chunk) == (2, 2, 64, 1024)

@@ -13,7 +13,7 @@ def check_plot(file: Path) -> None:
     """Raises ValueError unless `write_plot` will be able to write a picture of this name."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot: expected matplotlib, which is not installed: "
-                         "pip install 'dflash_jax[plot]'")
+                         "pip install -e '.[plot]', or 'dflash_jax[plot]'")
     if file.suffix.lower() not in KINDS:
         raise ValueError(f"--plot: expected a file that ends in {', '.join(KINDS)}, got {file}")
     if not file.absolute().parent.is_dir():

@@ -111,7 +111,8 @@ def comparison(outputs: Sequence[Output], plain: Sequence[Output], *, sampled: b
     ours, theirs = (
         total_statistics([output.statistics for output in run]) for run in (outputs, plain)
     )
-    steps = ours.rounds + ours.single_steps
+    # A round without proposals is not one of those that "tokens a round" averages.
+    steps = f"{ours.rounds}" + (f" + {ours.single_steps}" if ours.single_steps else "")
     gain = ours.tokens_per_second / theirs.tokens_per_second if theirs.tokens_per_second else 0.0
     shares = [f"{count / ours.rounds:.0%}" for count in ours.accepted_by_position]
     lines = [

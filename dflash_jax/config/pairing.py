@@ -67,6 +67,12 @@ def describe(
         lines.append(describe_draft(draft))
     if run is not None:
         lines += ["run", *_run_lines(run)]
+        trained = None if draft is None or draft.block_size is None else draft.block_size - 1
+        if trained is not None and run.draft_tokens > trained:
+            lines.append(
+                f"  K {run.draft_tokens} is more than block_size - 1 = {trained}, for which the "
+                "draft was trained: later proposals are rarely accepted"
+            )
     return "\n".join(lines)
 
 

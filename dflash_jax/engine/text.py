@@ -50,6 +50,8 @@ class TextTokenizer:
         """
         folder = Path(folder)
         file = folder / "tokenizer.json"
+        if not folder.is_dir():
+            raise ValueError(f"target: expected a folder, got {folder}, which is none")
         if not file.is_file():
             raise ValueError(f"tokenizer: expected {file}, got no such file")
         text = read_text(file)

@@ -58,8 +58,10 @@ def choose_ids(
     order = order[~np.isin(order, kept)]
     if rows is not None:
         if not max(1, kept.size) <= rows <= public:
-            expected = f"{max(1, kept.size)}..{public}"
-            raise ValueError(f"rows: expected {expected} (always included), got {rows}")
+            raise ValueError(
+                f"rows: expected {max(1, kept.size)} (ids that are always kept) to {public} (the "
+                f"vocabulary), got {rows}"
+            )
         more = rows - kept.size
     else:
         if not 0 < coverage <= 1:

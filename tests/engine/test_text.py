@@ -39,6 +39,13 @@ def test_text_survives_encode_and_decode(folder):
     assert len(tokenizer.encode(text)) == len(text.encode())
 
 
+def test_a_folder_that_is_none_is_named_as_such(tmp_path):
+    with pytest.raises(ValueError, match="target: expected a folder, got .*nothing"):
+        TextTokenizer.load(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="tokenizer: expected .*tokenizer.json, got no such file"):
+        TextTokenizer.load(tmp_path)
+
+
 def test_stream_pieces_join_to_the_text_for_every_split(folder):
     tokenizer = TextTokenizer.load(folder)
     text = "aé世🙂b"
