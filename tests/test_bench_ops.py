@@ -9,6 +9,7 @@ import pytest
 from scripts import bench_ops, bench_round
 from scripts.ops import between, catalogue
 from scripts.ops.case import Case
+from tests import cases
 
 KEY = jax.random.key(0)
 
@@ -69,3 +70,19 @@ def test_a_round_that_cannot_be_measured_is_refused_before_a_model_is_made(optio
         bench_round.arguments([option, value])
     number = float(value) if option == "--tau" else int(value)
     assert f"{option}: expected at least 1, got {number}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("context, lengths", [(40, {16, 8}), (16, {16}), (7, {7})])
+def test_every_length_of_a_chunk_is_compiled_before_the_prefill_is_timed(
+    context, lengths, monkeypatch
+):
+    calls = []
+    monkeypatch.setattr(
+        bench_round, "prefill_chunk",
+        lambda models, params, state, rows, chunk: calls.append(chunk.tokens.shape[1]),
+    )
+    monkeypatch.setattr(bench_round, "begin", lambda *args: calls.append("timed from here"))
+    args = bench_round.arguments(["--context", str(context), "--chunk", "16"])
+    models = cases.tiny_models("dense", "dflash2", 3, 1)
+    bench_round._prefilled(models, None, None, None, args)
+    assert set(calls[: calls.index("timed from here")]) == lengths
