@@ -36,6 +36,10 @@ def gpu_call(
 ):
     """A `pallas_call` through Triton.
 
+    XLA launches kernels such that one may start before the one ahead of it has ended (programmatic
+    dependent launch). Ours never allow it: XLA's fusions read operands through a path that their
+    wait does not guard.
+
     Args:
       name: found again in the HLO and in profiles.
       aliases: input index -> output index of buffers updated in place; donate them in the jit too.
