@@ -112,7 +112,7 @@ def test_the_bar_counts_the_tokens_read_and_is_gone_at_the_end():
     ("options", "message"),
     [
         (["--draft", "d"], "--draft: expected only with --target"),
-        (["--target", "missing"], "tokenizer: expected missing/tokenizer.json"),
+        (["--target", "missing"], "target: expected a folder, got missing"),
         (["--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),
         (["--max-context", "99999999"], "max_context: expected"),
     ],

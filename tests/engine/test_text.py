@@ -39,9 +39,7 @@ def test_text_survives_encode_and_decode(folder):
     assert len(tokenizer.encode(text)) == len(text.encode())
 
 
-def test_a_folder_that_is_none_is_named_as_such(tmp_path):
-    with pytest.raises(ValueError, match="target: expected a folder, got .*nothing"):
-        TextTokenizer.load(tmp_path / "nothing")
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match="tokenizer: expected .*tokenizer.json, got no such file"):
         TextTokenizer.load(tmp_path)
 
@@ -172,7 +170,7 @@ def test_half_a_surrogate_pair_in_a_prompt_is_named(folder):
 
 
 def test_missing_files_are_value_errors(tmp_path, folder):
-    with pytest.raises(ValueError, match=r"tokenizer: expected .*tokenizer\.json"):
+    with pytest.raises(ValueError, match="target: expected a folder, got .*nowhere"):
         TextTokenizer.load(tmp_path / "nowhere")
     (folder / "tokenizer_config.json").write_text("{}", "utf-8")
     with pytest.raises(ValueError, match="chat_template: expected one"):
