@@ -3,8 +3,8 @@
     python scripts/measure_trees.py [--nodes 12 16 24 32] [--temperature 0 1] [--prompts 128]
 
 Every width decodes the same prompts with the same seeds. Intervals are 95% bootstraps over prompts;
-the gain over the chain is resampled in pairs. The rounds are the library's own; acceptance does not
-depend on the device, time does and is not reported.
+the gain over the chain is resampled in pairs. The rounds are the library's own. Acceptance depends
+on the device and on --batch only as far as bfloat16 products round otherwise; time is not reported.
 """
 
 from __future__ import annotations
