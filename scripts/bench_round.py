@@ -225,8 +225,7 @@ def _prefilled(models: Models, params: Params, state, rows, args):
 
     result = {"prefill compile": 1e3 * run([chunks[0], chunks[-1]])}
     if args.profile:
-        for chunk in chunks[:-1]:
-            run([chunk])
+        run(chunks[:-1])
         result["prefill kernels"] = kernel_times.record(lambda: run(chunks[-1:]), 1)
     state = jax.block_until_ready(begin(models, state, rows, _admission(models)))
     result["prefill rate"] = batch * args.context / run(chunks)
@@ -282,10 +281,10 @@ def _profiled(one_round, carry):
 
 
 def _looped(models: Models, params: Params, state, rows, sampling, profile: bool):
-    """Milliseconds of a round of the device's own loop; the first call compiles and is left out.
+    """Milliseconds of a round of the device's own loop; the first call warms up and is left out.
     And microseconds a round in which no kernel ran, None unless profiled."""
     no_end, times = jnp.full((models.run.batch, 1), -1, jnp.int32), []
-    program = loop_program(models, params, state, rows, sampling, no_end)
+    program = _loop_program(models, params, state, rows, sampling, no_end)
 
     def work():
         nonlocal state
@@ -299,7 +298,7 @@ def _looped(models: Models, params: Params, state, rows, sampling, profile: bool
     return statistics.median(times[1:]), kernels and kernels.idle
 
 
-def loop_program(models: Models, *operands):
+def _loop_program(models: Models, *operands):
     """`decode_rounds`, compiled to be launched in the same way under the profiler as without it."""
     lowered = decode_rounds.lower(models, *operands, rounds=LOOPED)
     return lowered.compile({"xla_enable_command_buffers_during_profiling": True})

@@ -45,8 +45,8 @@ class TextTokenizer:
         """Reads a folder.
 
         Raises:
-          ValueError: there is no `tokenizer.json`, or a file is not what it should be; names the
-            file and the field.
+          ValueError: there is no such folder or no `tokenizer.json` in it, or a file is not what it
+            should be; names the file and the field.
         """
         folder = Path(folder)
         file = folder / "tokenizer.json"

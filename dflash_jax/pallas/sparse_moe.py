@@ -32,11 +32,9 @@ from dflash_jax.pallas.common import (
 )
 
 MAX_TOKENS = 128
-
-
 # Matrix rows of a program, stretch of a step, warps, stages: of gate and up, and of down.
-_FEW_TOKENS = ((32, 256, 4, 3), (64, 256, 4, 2))
-_MORE_TOKENS = ((32, 64, 4, 4), (128, 64, 4, 4))  # behind 32
+_FEW_TOKENS = ((32, 256, 4, 3), (64, 256, 4, 2))  # up to 32, as measured with 8 on an H200
+_MORE_TOKENS = ((32, 64, 4, 4), (128, 64, 4, 4))
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,8 @@ class Tiles:
     hidden: int
     inner_step: int
     hidden_step: int
-    num_warps: tuple[int, int] = (4, 4)
-    num_stages: tuple[int, int] = (4, 4)
+    num_warps: tuple[int, int]
+    num_stages: tuple[int, int]
 
     @classmethod
     def of(cls, rows: int, hidden: int, inner: int, columns=()) -> "Tiles":

@@ -32,7 +32,7 @@ class Case:
       exact: operands as NumPy arrays -> float64 result, or None where another case has shown it.
       tolerance: relative L2 error that the result may have.
       state: which operand a form updates in place and returns, or None.
-      joined: of what a form leaves, the result; not timed, since whoever reads it does that.
+      result: makes the result of what a form leaves; not timed, since whoever reads that does it.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Case:
     exact: Callable | None = None
     tolerance: float = 4e-3
     state: int | None = None
-    joined: Callable = lambda left: left
+    result: Callable = lambda left: left
 
     def check(self, form: str, key) -> float:
         """Relative L2 error of a form on random operands. Raises ValueError above the tolerance."""
         operands = self.make(key)
         expected = _joined(self.exact(*jax.tree.map(np.asarray, operands)))
-        actual = _joined(self.joined(jax.jit(self.forms[form])(*operands)))
+        actual = _joined(self.result(jax.jit(self.forms[form])(*operands)))
         error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
         if not error <= self.tolerance:
             raise ValueError(f"{self.name}, {form}: relative error {error:.2e} > {self.tolerance}")

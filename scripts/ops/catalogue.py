@@ -333,7 +333,7 @@ def experts(tokens: int, sizes=(256, 8, 2048, 512)) -> Case:
 
     return Case(
         name=f"expert_parts T={tokens}", bytes=unique * 3 * hidden * inner * 2, make=make,
-        joined=lambda parts: jnp.sum(parts, axis=0),  # the norm behind them adds them
+        result=lambda parts: jnp.sum(parts, axis=0),  # the norm behind them adds them
         tolerance=5e-3,  # a peer rounds its sums to bf16 between the products
         exact=exact if tokens <= 8 else None,
         forms={form: experts_by(form) for form in BOTH} | {"ragged_dot": ragged},
