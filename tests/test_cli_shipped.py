@@ -134,8 +134,8 @@ def test_a_comparison_states_both_speeds_and_the_first_difference():
     assert "8.0         4.0   2.00 x plain" in text
     assert "rounds                               2           4" in text
     assert "accepted by position: 50% 50% 0% of 2 rounds" in text
-    last = outcome([1, 2, 3, 4, 5], (3, 2), (0, 0), seconds=0.5)
-    assert "rounds                           1 + 1           4" in comparison(
+    last = outcome([1, 2, 3, 4, 5], (3, 2), (0, 0), (0, 0), seconds=0.5)
+    assert "rounds                           1 + 2           4" in comparison(
         [last], [plain], sampled=False
     )
     assert text.endswith("same text: yes")
