@@ -33,8 +33,10 @@ from dflash_jax.pallas.common import (
 
 MAX_TOKENS = 128
 # Matrix rows of a program, stretch of a step, warps, stages: of gate and up, and of down.
-_FEW_TOKENS = ((32, 256, 4, 3), (64, 256, 4, 2))  # up to 32, as measured with 8 on an H200
-_MORE_TOKENS = ((32, 64, 4, 4), (128, 64, 4, 4))
+# As measured on an H200 with one token, with 8 (and taken up to 32) and with 64.
+_ONE_TOKEN = ((32, 128, 4, 4), (32, 256, 4, 2))
+_FEW_TOKENS = ((32, 256, 4, 3), (64, 256, 4, 2))
+_MORE_TOKENS = ((64, 64, 4, 3), (128, 64, 4, 3))
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,11 @@ class Tiles:
     num_stages: tuple[int, int]
 
     @classmethod
-    def of(cls, rows: int, hidden: int, inner: int, columns=()) -> "Tiles":
-        """For `rows` tokens of width `hidden`, experts of width `inner`, and the columns of a block
-        of those matrices that have blocks."""
-        gate_up, down = _FEW_TOKENS if rows <= 32 else _MORE_TOKENS
+    def of(cls, tokens: int, hidden: int, inner: int, columns=()) -> "Tiles":
+        """For tokens of width `hidden`, experts of width `inner`, and the columns of a block of
+        those matrices that have blocks."""
+        few = _ONE_TOKEN if tokens == 1 else _FEW_TOKENS
+        gate_up, down = few if tokens <= 32 else _MORE_TOKENS
         return cls(
             inner=step_within(inner, (), gate_up[0]), hidden=step_within(hidden, (), down[0]),
             inner_step=step_within(inner, columns, down[1]),
@@ -89,7 +92,7 @@ def expert_parts(
     (tokens, hidden), k, inner = x.shape, experts.shape[1], down.shape[2]
     rows = max(16, pl.next_power_of_2(tokens))
     used = tuple(c for c, scale in zip(columns, scales, strict=True) if scale is not None)
-    tiles = tiles or Tiles.of(rows, hidden, inner, used)
+    tiles = tiles or Tiles.of(tokens, hidden, inner, used)
     every, *further = common or (None,)
     stacks = [(gate_up, down, scales), *([further] if further else [])]
     choices = tokens * k
@@ -178,7 +181,7 @@ def _gate_up_kernel(tiles: Tiles, extents, blocks, interpret):
             mixed = gate * jax.nn.sigmoid(gate) * up
             out[choice, :, pl.ds(block * tiles.inner, tiles.inner)] = mixed.astype(out.dtype)
 
-        _once(experts, choice, _sources(matrices, blocks), work)
+        _once(experts, choice, _sources(matrices, blocks), work, alone=tokens == 1)
 
     return kernel
 
@@ -234,7 +237,7 @@ def _down_kernel(tiles: Tiles, extents, blocks, interpret):
             at = places(jnp.where(takes, given * tokens + token, out.shape[0]), column)
             store(out.at[at], weight[:, None] * total, mask=mask)
 
-        _once(experts, choice, _sources(matrices, blocks), work)
+        _once(experts, choice, _sources(matrices, blocks), work, alone=tokens == 1)
 
     return kernel
 
@@ -248,12 +251,13 @@ def _sources(refs, blocks):
     ]
 
 
-def _once(experts, choice, sources, work):
-    """`work(source, expert)` if no choice before this one names the same expert; behind the last
-    choice for the expert of all tokens, as None."""
+def _once(experts, choice, sources, work, *, alone: bool):
+    """`work(source, expert)` if no choice before this one names the same expert, as those of a
+    token `alone` never do; behind the last choice for the expert of all tokens, as None."""
     count = experts.shape[0]
     expert = experts[jnp.minimum(choice, count - 1)]
-    pl.when((choice < count) & _is_first(experts, choice, expert))(lambda: work(sources[0], expert))
+    first = alone or _is_first(experts, choice, expert)
+    pl.when((choice < count) & first)(lambda: work(sources[0], expert))
     if len(sources) > 1:
         pl.when(choice == count)(lambda: work(sources[1], None))
 
