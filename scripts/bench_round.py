@@ -288,7 +288,7 @@ def _profiled(one_round, carry):
 
 def _looped(models: Models, params: Params, state, rows, sampling, profile: bool):
     """Milliseconds of a round of the device's own loop; the first call warms up and is left out.
-    And microseconds a round in which no kernel ran, None unless profiled."""
+    And microseconds a round in which no kernel ran, None unless profiled on a GPU."""
     no_end, times = jnp.full((models.run.batch, 1), -1, jnp.int32), []
     program = _loop_program(models, params, state, rows, sampling, no_end)
 
@@ -301,7 +301,7 @@ def _looped(models: Models, params: Params, state, rows, sampling, profile: bool
         work()
         times.append((time.perf_counter() - began) / LOOPED * 1e3)
     kernels = kernel_times.record(work, LOOPED) if profile else None
-    return statistics.median(times[1:]), kernels and kernels.idle
+    return statistics.median(times[1:]), kernels.idle if kernels and kernels.launches else None
 
 
 def _loop_program(models: Models, *operands):

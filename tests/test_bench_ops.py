@@ -1,6 +1,7 @@
 """The op benchmark judges a form before it times it."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -111,3 +112,11 @@ def test_every_length_of_a_chunk_is_compiled_before_the_prefill_is_timed(
     models = cases.tiny_models("dense", "dflash2", 3, 1)
     bench_round._prefilled(models, None, None, None, args)
     assert set(calls[: calls.index("timed from here")]) == lengths
+
+
+def test_a_loop_whose_trace_has_no_kernels_has_no_idle_time(monkeypatch):
+    """As on a CPU, which would else be never idle."""
+    monkeypatch.setattr(bench_round, "_loop_program", lambda *_: lambda *given: (given[1], None))
+    models = SimpleNamespace(run=SimpleNamespace(batch=1))
+    taken, idle = bench_round._looped(models, *[None] * 4, profile=True)
+    assert taken > 0 and idle is None
