@@ -1,10 +1,14 @@
 """Which experts a token takes and what they count: of logits, and of a router's product."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dflash_jax.ops import sparse_moe as moe
+from dflash_jax.pallas import routing
 from tests.oracles import sparse_moe as oracle
 from tests.tolerances import FP32, FP32_CHAIN, as_float64, assert_close
 
@@ -85,6 +89,13 @@ def test_experts_are_chosen_by_the_whole_product_of_the_router(
     assert np.array_equal(routing.experts, chosen)
     assert_close(routing.weights, weights, FP32_CHAIN)
     assert_close(routing.shared, 1.0 / (1.0 + np.exp(-scores[:, -1])), FP32_CHAIN)
+
+
+@pytest.mark.parametrize("width, parts", [(2048, 4), (4096, 4), (256, 2), (48, 1)])
+def test_the_routers_product_is_in_the_parts_measured_best(width, parts):
+    x, router = jnp.zeros((3, width)), jnp.zeros((17, width))
+    made = jax.eval_shape(functools.partial(routing.scores, interpret=True), x, router)
+    assert made.shape == (parts, 3, 17)
 
 
 def test_a_router_that_does_not_fit_is_an_error():
