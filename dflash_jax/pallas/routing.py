@@ -1,8 +1,8 @@
 """The experts of every token and their weights: the router's product, and the choice.
 
 Implements: ops/sparse_moe.py, `route` and `choose_experts`.
-Matches when: at most 1024 experts, of which a token takes at most 16; the product: at most 128
-tokens, their width a multiple of 16.
+Matches when: at most 1024 experts, of which a token takes at most 16; the product: at least
+one token.
 
 The product of a few tokens with few rows is cut along its shared axis, so that every processor
 loads a little; the choice adds the parts. There a program owns a token: all its logits are in
@@ -23,20 +23,15 @@ from dflash_jax.pallas.common import (
     step_within,
     store,
 )
-from dflash_jax.pallas.skinny_linear import Plan, Tiles, parts
+from dflash_jax.pallas.skinny_linear import MAX_TOKENS, Plan, Tiles, parts
 from dflash_jax.pallas.vocab import LOWEST, first_largest, key, score
 
-MAX_EXPERTS, MAX_CHOSEN, MAX_TOKENS = 1024, 16, 128
+MAX_EXPERTS, MAX_CHOSEN = 1024, 16
 
 
 def supports(experts: int, chosen: int) -> bool:
     """Whether the choice takes so many experts and so many of them a token."""
     return experts <= MAX_EXPERTS and chosen <= MAX_CHOSEN
-
-
-def supports_product(tokens: int, width: int) -> bool:
-    """Whether the product takes so many tokens of this width."""
-    return 0 < tokens <= MAX_TOKENS and width % 16 == 0
 
 
 def scores(x, matrix, *, interpret: bool):
@@ -47,11 +42,14 @@ def scores(x, matrix, *, interpret: bool):
     for sixteen.
     """
     tokens, width = x.shape
-    step = step_within(width, (), 128)
+    step = max(16, step_within(width, (), 128))
     tiles = Tiles(
-        tokens=max(16, pl.next_power_of_2(tokens)), step=step, num_warps=4, num_stages=4
+        tokens=min(MAX_TOKENS, max(16, pl.next_power_of_2(tokens))), step=step, num_warps=4,
+        num_stages=4,
     )
-    plan = Plan(rows=16, parts=step_within(width // step, (), 4), tiles=tiles, turned=True)
+    # What is left of an odd width is masked, which is not done in parts.
+    count = 1 if width % step else step_within(width // step, (), 4)
+    plan = Plan(rows=16, parts=count, tiles=tiles, turned=True)
     return parts(x, matrix, interpret=interpret, plan=plan, name="router")
 
 
