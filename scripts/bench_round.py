@@ -69,14 +69,10 @@ def main() -> int:
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s (read + write)")
 
     speculative = _measure(models, params, args, SamplingParams())
-    if args.temperature > 0:
-        controls = SamplingParams(
-            temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-            presence_penalty=args.presence_penalty,
-        )
-        sampled = _measure(models, params, args, controls)
+    if args.controls.temperature > 0:
+        sampled = _measure(models, params, args, args.controls)
         extra = sampled["round"] - speculative["round"]
-        print(f"sampled round ({controls}): queued {sampled['round']:.2f} ms, {extra:+.2f} ms "
+        print(f"sampled round ({args.controls}): queued {sampled['round']:.2f} ms, {extra:+.2f} ms "
               f"({extra / sampled['round']:.1%} of it) against greedy rows in the same program")
     _report("round", speculative, params.target, params.draft, models, args, bandwidth)
     if args.skip_plain:
@@ -95,7 +91,8 @@ def main() -> int:
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line. Exits for a value out of range, before any model is made."""
+    """The command line, its sampling controls as `controls`. Exits for a value out of range, before
+    any model is made."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=PAIRS, default="27b-dflash2")
     parser.add_argument("--batch", type=int, default=1)
@@ -123,6 +120,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{option}: expected at least 1, got {getattr(args, name)}")
     if args.rounds < 4 * GROUP:  # three groups queued and one blocking
         parser.error(f"--rounds: expected at least {4 * GROUP}, got {args.rounds}")
+    if args.tau == np.inf:
+        parser.error(f"--tau: expected a finite number, got {args.tau}")
+    try:
+        args.controls = SamplingParams(
+            temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+            presence_penalty=args.presence_penalty,
+        )
+    except ValueError as fault:  # it begins with the control's name
+        parser.error(f"--{str(fault).replace('_', '-')}")
     return args
 
 
@@ -282,7 +288,7 @@ def _profiled(one_round, carry):
 
 def _looped(models: Models, params: Params, state, rows, sampling, profile: bool):
     """Milliseconds of a round of the device's own loop; the first call warms up and is left out.
-    And microseconds a round in which no kernel ran, None unless profiled."""
+    And microseconds a round in which no kernel ran, None unless profiled on a GPU."""
     no_end, times = jnp.full((models.run.batch, 1), -1, jnp.int32), []
     program = _loop_program(models, params, state, rows, sampling, no_end)
 
@@ -295,7 +301,7 @@ def _looped(models: Models, params: Params, state, rows, sampling, profile: bool
         work()
         times.append((time.perf_counter() - began) / LOOPED * 1e3)
     kernels = kernel_times.record(work, LOOPED) if profile else None
-    return statistics.median(times[1:]), kernels and kernels.idle
+    return statistics.median(times[1:]), kernels.idle if kernels and kernels.launches else None
 
 
 def _loop_program(models: Models, *operands):

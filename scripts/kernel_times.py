@@ -30,7 +30,9 @@ class Kernels:
         return sum(self.microseconds.values())
 
     def lines(self, most: int = 24) -> list[str]:
-        """A table, the costliest names first."""
+        """A table, the costliest names first; of none, why."""
+        if not self.launches:
+            return ["no kernels in the trace: the profiler names those of a GPU alone"]
         names = sorted(self.microseconds, key=self.microseconds.get, reverse=True)
         rows = [
             f"{self.microseconds[name]:10.1f} us {self.launches[name]:7.1f} x  {name}"

@@ -1,11 +1,13 @@
 """The op benchmark judges a form before it times it."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from dflash_jax.sampling.params import SamplingParams
 from scripts import bench_ops, bench_round
 from scripts.ops import between, catalogue
 from scripts.ops.case import Case
@@ -72,6 +74,30 @@ def test_a_round_that_cannot_be_measured_is_refused_before_a_model_is_made(optio
     assert f"{option}: expected at least 1, got {number}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option, value, expected", [
+    ("--tau", "inf", "a finite number"), ("--temperature", "nan", "finite and >= 0"),
+    ("--temperature", "inf", "finite and >= 0"), ("--temperature", "-0.5", "finite and >= 0"),
+    ("--top-k", "-1", "an integer >= 0"), ("--top-p", "nan", "in (0, 1]"),
+    ("--presence-penalty", "inf", "finite"),
+])
+def test_numbers_that_sampling_or_a_schedule_cannot_take_are_refused_by_name(
+    option, value, expected, capsys
+):
+    """As are the others, before a model is made; a temperature of NaN would time no sampled round.
+    """
+    with pytest.raises(SystemExit, match="2"):
+        bench_round.arguments([option, value])
+    assert f"{option}: expected {expected}, got {value}" in capsys.readouterr().err
+
+
+def test_a_rounds_sampling_controls_are_those_of_the_command_line():
+    options = "--temperature 0.7 --top-k 5 --top-p 0.5 --presence-penalty 0.25".split()
+    assert bench_round.arguments(options).controls == SamplingParams(
+        temperature=0.7, top_k=5, top_p=0.5, presence_penalty=0.25
+    )
+    assert bench_round.arguments([]).controls.temperature == 0
+
+
 @pytest.mark.parametrize("context, lengths", [(40, {16, 8}), (16, {16}), (7, {7})])
 def test_every_length_of_a_chunk_is_compiled_before_the_prefill_is_timed(
     context, lengths, monkeypatch
@@ -86,3 +112,11 @@ def test_every_length_of_a_chunk_is_compiled_before_the_prefill_is_timed(
     models = cases.tiny_models("dense", "dflash2", 3, 1)
     bench_round._prefilled(models, None, None, None, args)
     assert set(calls[: calls.index("timed from here")]) == lengths
+
+
+def test_a_loop_whose_trace_has_no_kernels_has_no_idle_time(monkeypatch):
+    """As on a CPU, which would else be never idle."""
+    monkeypatch.setattr(bench_round, "_loop_program", lambda *_: lambda *given: (given[1], None))
+    models = SimpleNamespace(run=SimpleNamespace(batch=1))
+    taken, idle = bench_round._looped(models, *[None] * 4, profile=True)
+    assert taken > 0 and idle is None

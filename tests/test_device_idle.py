@@ -100,3 +100,9 @@ def test_time_in_which_a_kernel_waits_for_those_before_it_is_not_its_own():
     assert found.microseconds == pytest.approx({"a": 6000, "b": 3000, "c": 2000})
     assert found.busy == pytest.approx(11000) and found.span == pytest.approx(12000)
     assert found.idle == pytest.approx(1000)
+
+
+def test_a_trace_without_kernels_says_so():
+    """Not 0 launches in 0 ms, which reads like a measurement."""
+    found = kernel_times.read([plane("/host:CPU", worker=[event("x", 0, 1, hlo_op="x")])], count=1)
+    assert found.lines() == ["no kernels in the trace: the profiler names those of a GPU alone"]

@@ -88,7 +88,8 @@ def gated_delta_fold(
       conv:       [slots, kernel - 1, channels], dtype of conv_input; donate it too.
       path:       [B, W] int32, the column of each step; entries past count are never applied.
       read_slot, write_slot: [B] int32, the state that verification read, and where to put the
-        result. Written slots are distinct and are no other row's read slot; out of range: idle.
+        result. Written slots are distinct and are no other row's read slot. A row with either out
+        of range, negative included, is idle: it writes nothing.
       count:      [B] int32, records to apply, 0..W; 0 writes nothing.
       implementation: that of the verification. Static.
     Returns:
@@ -142,7 +143,10 @@ def _fold(
               (("key", key), ("delta", delta), ("decay", decay))}
     inputs["index"] = jnp.arange(path.shape[1], dtype=jnp.int32)
     slots = recurrent.shape[0]
-    source, target = jnp.minimum(read_slot, slots - 1), jnp.where(count > 0, write_slot, slots)
+    inside = (jnp.minimum(read_slot, write_slot) >= 0) & (read_slot < slots)
+    # Past the end, where a write drops: -1 would wrap to the last slot.
+    target = jnp.where(inside & (count > 0), write_slot, slots)
+    source = jnp.minimum(read_slot, slots - 1)
     state = lax.scan(step, recurrent[source], inputs)[0]
     history = shift_history(conv[source], conv_input, path, count)
     return (

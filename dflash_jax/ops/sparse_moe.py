@@ -13,6 +13,8 @@ from dflash_jax.pallas import routing as routing_kernel
 from dflash_jax.pallas import sparse_moe as kernel
 from dflash_jax.pallas import sparse_moe_tiles
 
+# Up to here "auto" takes the router's kernel, whose parts spare a padded copy of the matrix.
+_ROUTER_TOKENS = 128
 # Up to here an expert multiplies all tokens, chosen or not: more products, but no sort by expert,
 # and 0.9 ms instead of 4.2 ms for 128 tokens of a 256 x (2048, 512) layer on an H200.
 _FEW_TOKENS = 256
@@ -70,16 +72,16 @@ class Matrices:
 
 
 def choose_experts(
-    x, router, experts_per_token, *, experts=None, shared=False, implementation="auto"
+    x, router, experts_per_token, *, experts=None, shared=False, product=None, implementation="auto"
 ):
-    """`route` of the router's product.
+    """`route` of the router's product: two ops, each with a kernel.
 
     Args:
-      x:              [T, H] float.
-      router:         [E, H], dtype of x; a row that decides over an expert of all tokens is last.
-      implementation: as in `route`; the product has a kernel for up to 128 tokens of a width in
-                      multiples of 16, and is XLA's otherwise, whatever is named.
-      the others:     as in `route`.
+      x:       [T, H] float.
+      router:  [E, H], dtype of x; a row that decides over an expert of all tokens is last.
+      product: implementation of the product; "auto" on a GPU: the kernel, up to 128 tokens. None is
+               `implementation`. Static.
+      the others: as in `route`.
     Returns: Routing. Raises: as `route`.
     """
     if router.dtype != x.dtype or router.shape[1:] != x.shape[1:]:
@@ -89,13 +91,8 @@ def choose_experts(
     count = router.shape[0] if experts is None else experts
     _check_choice(router.shape[0], count, experts_per_token, shared)
     form = _choose_route(implementation, count, experts_per_token)
-    if form != "xla" and routing_kernel.supports_product(*x.shape):
-        logits = routing_kernel.scores(x, router, interpret=form == "interpret")
-        return _routed(logits, count, experts_per_token, shared, form)
-    return route(
-        linear(x, router, jnp.float32), experts_per_token, experts=experts, shared=shared,
-        implementation=implementation,
-    )
+    parts = _router_parts(x, router, implementation if product is None else product)
+    return _routed(parts, count, experts_per_token, shared, form)
 
 
 def route(logits, experts_per_token, *, experts=None, shared=False, implementation="auto"):
@@ -121,14 +118,7 @@ def route(logits, experts_per_token, *, experts=None, shared=False, implementati
     count = logits.shape[1] if experts is None else experts
     _check_choice(logits.shape[1], count, experts_per_token, shared)
     form = _choose_route(implementation, count, experts_per_token)
-    if form != "xla":
-        return _routed(logits[None], count, experts_per_token, shared, form)
-    own = logits[:, :count]
-    chosen, experts = lax.top_k(jnp.where(own == 0, 0.0, own), experts_per_token)
-    return Routing(
-        experts=experts, weights=jax.nn.softmax(chosen, axis=-1),
-        shared=jax.nn.sigmoid(logits[:, count]) if shared else None,
-    )
+    return _routed(logits[None], count, experts_per_token, shared, form)
 
 
 def expert_mlp(
@@ -260,12 +250,30 @@ def _choose_route(implementation: str, experts: int, chosen: int) -> str:
     return choose_form("route", implementation, lacking, auto_gpu="pallas")
 
 
-def _routed(logits, experts: int, chosen: int, shared: bool, form: str) -> Routing:
-    """By the kernel, from [parts, T, >= E] logits."""
-    ids, weights, *gate = routing_kernel.route(
-        logits, experts=experts, chosen=chosen, gated=shared, interpret=form == "interpret"
+def _router_parts(x, router, implementation: str):
+    """[parts, T, E] fp32, whose sum is the product."""
+    lacking = None if len(x) else "at least one token, got none"
+    auto = "pallas" if len(x) <= _ROUTER_TOKENS else "xla"
+    form = choose_form("router", implementation, lacking, auto_gpu=auto)
+    if form == "xla":
+        return linear(x, router, jnp.float32)[None]
+    return routing_kernel.scores(x, router, interpret=form == "interpret")
+
+
+def _routed(parts, experts: int, chosen: int, shared: bool, form: str) -> Routing:
+    """Of [parts, T, >= E] logits."""
+    if form != "xla":
+        ids, weights, *gate = routing_kernel.route(
+            parts, experts=experts, chosen=chosen, gated=shared, interpret=form == "interpret"
+        )
+        return Routing(experts=ids, weights=weights, shared=gate[0] if shared else None)
+    logits = added(parts)
+    own = logits[:, :experts]
+    best, ids = lax.top_k(jnp.where(own == 0, 0.0, own), chosen)
+    return Routing(
+        experts=ids, weights=jax.nn.softmax(best, axis=-1),
+        shared=jax.nn.sigmoid(logits[:, experts]) if shared else None,
     )
-    return Routing(experts=ids, weights=weights, shared=gate[0] if shared else None)
 
 
 def _choose(implementation: str, tokens: int, hidden: int, matrices: Matrices) -> str:

@@ -40,8 +40,8 @@ def fold(layers, path, read_slot, write_slot, count, *, interpret, tiles=None):
 
     Args: as in the op, with a tuple of layers alike, each (key, delta, decay, inputs, recurrent,
       conv) with the pools [slots, Hv, Dv, Dk] and [slots, kept, channels]; path [B, W] int32
-      (record of each step) and the slots [B] int32 to read and write; a row with count = 0 writes
-      nothing.
+      (record of each step) and the slots [B] int32 to read and write; a row with count = 0 or a
+      slot out of range writes nothing.
     Returns:
       (recurrent, conv) of each layer; donate the pools in the enclosing jit, or copies are made
       first.
@@ -59,8 +59,9 @@ def fold(layers, path, read_slot, write_slot, count, *, interpret, tiles=None):
         head, part, line = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         row, layer = line % batch, line // batch
         steps, source, target = count[row], read_slot[row], write_slot[row]
-        moves = (steps > 0) & (target < slots)
-        where = row, jnp.minimum(source, slots - 1), target
+        moves = (steps > 0) & (jnp.minimum(source, target) >= 0)
+        moves = moves & (jnp.maximum(source, target) < slots)
+        where = row, source, target
         for index in range(len(layers)):
             given = refs[each * index : each * (index + 1)]
             outs = refs[each * len(layers) + 2 * index :][:2]

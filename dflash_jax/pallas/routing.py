@@ -1,55 +1,32 @@
 """The experts of every token and their weights: the router's product, and the choice.
 
 Implements: ops/sparse_moe.py, `route` and `choose_experts`.
-Matches when: at most 1024 experts, of which a token takes at most 16; the product: at most 128
-tokens, their width a multiple of 16.
+Matches when: at most 1024 experts, of which a token takes at most 16; the product: at least
+one token.
 
 The product of a few tokens with few rows is cut along its shared axis, so that every processor
 loads a little; the choice adds the parts. There a program owns a token: all its logits are in
 registers, and each rank takes the largest key left.
 """
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from dflash_jax.pallas.common import (
     WHOLE,
     added,
     broadcast,
-    dot,
     gpu_call,
     load,
-    places,
     shared,
     step_within,
     store,
 )
+from dflash_jax.pallas.skinny_linear import MAX_TOKENS, Plan, Tiles, parts
 from dflash_jax.pallas.vocab import LOWEST, first_largest, key, score
 
-MAX_EXPERTS, MAX_CHOSEN, MAX_TOKENS = 1024, 16, 128
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Matrix rows of a program of the product, the stretch of the shared axis that a step takes,
-    parts of that axis, warps and steps in flight."""
-
-    rows: int
-    step: int
-    parts: int
-    num_warps: int = 4
-    num_stages: int = 4
-
-    @classmethod
-    def of(cls, width: int) -> "Tiles":
-        """More parts multiply sooner, but the choice adds them: 5.6 us together for four parts of
-        2048 entries on an H200, 5.8 for eight, 6.5 for sixteen."""
-        step = step_within(width, (), 128)
-        return cls(rows=16, step=step, parts=step_within(width // step, (), 4))
+MAX_EXPERTS, MAX_CHOSEN = 1024, 16
 
 
 def supports(experts: int, chosen: int) -> bool:
@@ -57,46 +34,23 @@ def supports(experts: int, chosen: int) -> bool:
     return experts <= MAX_EXPERTS and chosen <= MAX_CHOSEN
 
 
-def supports_product(tokens: int, width: int) -> bool:
-    """Whether the product takes so many tokens of this width."""
-    return 0 < tokens <= MAX_TOKENS and width % 16 == 0
+def scores(x, matrix, *, interpret: bool):
+    """Args: x [T, H], matrix [E, H]. Returns: [parts, T, E] fp32, whose sum is x times matrix.
 
-
-@shared("interpret", "tiles")
-def scores(x, matrix, *, interpret: bool, tiles=None):
-    """Args: x [T, H], matrix [E, H]. Returns: [parts, T, E] fp32, whose sum is x times matrix."""
-    (tokens, width), count = x.shape, matrix.shape[0]
-    tiles = tiles or Tiles.of(width)
-    lines, steps = max(16, pl.next_power_of_2(tokens)), width // tiles.step // tiles.parts
-
-    def kernel(x, matrix, out):
-        row = pl.program_id(0) * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
-        token, part = jnp.arange(lines, dtype=jnp.int32), pl.program_id(1)
-        lane = jnp.arange(tiles.step, dtype=jnp.int32)
-
-        def add(index, total):
-            column = (part * steps + index) * tiles.step + lane
-            # Past the end the last row is read, whose product is not stored.
-            left = x[places(jnp.minimum(token, tokens - 1), column)]
-            right = matrix[places(jnp.minimum(row, count - 1), column)]
-            return total + dot(left, right.T)
-
-        total = lax.fori_loop(0, steps, add, jnp.zeros((lines, tiles.rows), jnp.float32))
-        at = places(token, row)
-        mask = (at[0] < tokens) & (at[1] < count)
-        store(out.at[broadcast(part, *at)], total, mask=mask)
-
-    return gpu_call(
-        kernel,
-        name="router",
-        out_shape=jax.ShapeDtypeStruct((tiles.parts, tokens, count), jnp.float32),
-        grid=(pl.cdiv(count, tiles.rows), tiles.parts),
-        in_specs=[WHOLE] * 2,
-        out_specs=WHOLE,
-        interpret=interpret,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )(x, matrix)
+    By the kernel of skinny_linear.py in tiles of few rows. More parts multiply sooner, but the
+    choice adds them: 5.6 us together for four parts of 2048 entries on an H200, 5.8 for eight, 6.5
+    for sixteen.
+    """
+    tokens, width = x.shape
+    step = max(16, step_within(width, (), 128))
+    tiles = Tiles(
+        tokens=min(MAX_TOKENS, max(16, pl.next_power_of_2(tokens))), step=step, num_warps=4,
+        num_stages=4,
+    )
+    # What is left of an odd width is masked, which is not done in parts.
+    count = 1 if width % step else step_within(width // step, (), 4)
+    plan = Plan(rows=16, parts=count, tiles=tiles, turned=True)
+    return parts(x, matrix, interpret=interpret, plan=plan, name="router")
 
 
 @shared("experts", "chosen", "gated", "interpret")

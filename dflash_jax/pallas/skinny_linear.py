@@ -1,6 +1,6 @@
 """A product of a few rows with a large matrix, whose rows are the tile's large side.
 
-Implements: ops/skinny_linear.py; linear_topk.py builds on `product`.
+Implements: ops/skinny_linear.py; linear_topk.py builds on `product`, routing.py on `parts`.
 Matches when: any rows of x, in tiles of up to 128; SwiGLU at most 128; Mosaic GPU as in mosaic.py.
 
 Where the matrix has too few tiles for the processors, its shared axis is split and the parts are
@@ -88,11 +88,13 @@ def product(x, matrix, rows, tokens, tiles: Tiles, first_step=0, steps=None):
 
 @dataclass(frozen=True)
 class Plan:
-    """Matrix rows of a tile, parts of the shared axis, and the loop over it."""
+    """Matrix rows of a tile, parts of the shared axis, and the loop over it; turned: the tokens are
+    the left side of its products, the side that is to be the larger one."""
 
     rows: int
     parts: int
     tiles: Tiles
+    turned: bool = False
 
     @classmethod
     def of(cls, tokens: int, rows: int, width: int, dtype) -> "Plan":
@@ -134,15 +136,17 @@ def linear(x, matrix, *, residual=None, out_dtype, interpret: bool, plan: Plan |
     return plus(jnp.sum(summands, axis=0), residual, out_dtype)
 
 
-def parts(x, matrix, *, interpret: bool, plan: Plan | None = None):
-    """[parts, T, rows] fp32, whose sum is x times the transposed matrix."""
+def parts(x, matrix, *, interpret: bool, plan: Plan | None = None, name="skinny_linear"):
+    """[parts, T, rows] fp32, whose sum is x times the transposed matrix; name: of the kernel."""
     plan = plan or Plan.of(x.shape[0], *matrix.shape, x.dtype)
     options = dict(plan=plan, out_dtype=jnp.dtype("float32"), interpret=interpret)
-    return _products(x, matrix, None, **options)
+    return _products(x, matrix, None, **options, name=name)
 
 
-@shared("plan", "out_dtype", "interpret")
-def _products(x, matrix, residual, *, plan: Plan, out_dtype, interpret: bool):
+@shared("plan", "out_dtype", "interpret", "name")
+def _products(
+    x, matrix, residual, *, plan: Plan, out_dtype, interpret: bool, name="skinny_linear"
+):
     """[parts, T, rows] out_dtype; with a residual, which allows one part only, the sum."""
     (tokens, width), rows, tiles = x.shape, matrix.shape[0], plan.tiles
     steps = width // tiles.step // plan.parts
@@ -152,7 +156,10 @@ def _products(x, matrix, residual, *, plan: Plan, out_dtype, interpret: bool):
         token += pl.program_id(2) * tiles.tokens
         number = pl.program_id(1)
         part = {} if plan.parts == 1 else dict(first_step=number * steps, steps=steps)
-        made = product(x, matrix, row, token, tiles, **part).T
+        if plan.turned:
+            made = product(matrix, x, token, row, tiles, **part)
+        else:
+            made = product(x, matrix, row, token, tiles, **part).T
         at = places(token, row)
         mask = (token < tokens)[:, None] & (row < rows)[None, :]
         *residual, out = refs
@@ -164,7 +171,7 @@ def _products(x, matrix, residual, *, plan: Plan, out_dtype, interpret: bool):
     operands = (x, matrix, *([] if residual is None else [residual]))
     return gpu_call(
         kernel,
-        name="skinny_linear",
+        name=name,
         out_shape=jax.ShapeDtypeStruct((plan.parts, tokens, rows), out_dtype),
         grid=(pl.cdiv(rows, plan.rows), plan.parts, pl.cdiv(tokens, tiles.tokens)),
         in_specs=[WHOLE] * len(operands), out_specs=WHOLE, interpret=interpret,

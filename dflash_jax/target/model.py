@@ -121,10 +121,10 @@ class TargetBlock(nn.Module):
         else:
             mixed, kept = self.delta_net.prefill(normed, columns, memory)
         x, normed = self.post_norm.after(x, mixed, self.implementation)
+        products = self.implementation if records else "xla"  # a long chunk's have no kernel
         if self.config.moe is None:
-            products = self.implementation if records else "xla"  # a long chunk's have no kernel
             return x, self.mlp.parts(normed, products), kept, before
-        return x, self.moe(normed), kept, before
+        return x, self.moe(normed, products=products), kept, before
 
 
 class Target(nn.Module):

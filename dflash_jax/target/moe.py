@@ -32,12 +32,15 @@ class SparseMoe(nn.Module):
         blocks = (self._block("shared/gate_up"), self._block("shared/down"))
         self.shared = SwiGlu(hidden, moe.shared_intermediate, param, blocks=blocks)
 
-    def __call__(self, x):
-        """[B, W, H] normed -> [parts, B, W, H] fp32, to be added in this order."""
+    def __call__(self, x, *, products):
+        """[B, W, H] normed -> [parts, B, W, H] fp32, to be added in this order.
+
+        `products` is the implementation of dense ones, here the router's.
+        """
         moe, tokens = self.config.moe, x.reshape(-1, x.shape[-1])
         routing = choose_experts(
             tokens, self.router.kernel, moe.experts_per_token, experts=moe.num_experts, shared=True,
-            implementation=self.implementation,
+            product=products, implementation=self.implementation,
         )
         self.sow("intermediates", "experts", routing.experts)  # nothing unless somebody asks
         routed = Matrices(

@@ -206,6 +206,26 @@ def test_fold_reads_one_slot_and_writes_another(read, write, count, form):
 
 
 @FORMS
+def test_a_row_whose_read_or_write_slot_is_out_of_range_writes_nothing(form):
+    """Row 0 writes nowhere, row 1 reads nowhere; row 2 folds as if it were alone. A negative index
+    would wrap to another row's slot, or lead a device's store out of the pool."""
+    columns, rng = make_columns(3, 2), np.random.default_rng(11)
+    pool, conv = make_state(SLOTS), jnp.asarray(rng.normal(size=(SLOTS, 3, 7)), jnp.bfloat16)
+    inputs = jnp.asarray(rng.normal(size=(3, 2, 7)), jnp.bfloat16)
+    key, delta, decay = records(columns, pool[:3], form=form)
+    layers, path = ((key, delta, decay, inputs, jnp.asarray(pool), conv),), [[0, 1]] * 3
+    run = jax.jit(functools.partial(gated_delta_folds, layers, implementation=form))
+    ((alone, history),) = run(ints(path), ints([0, 0, 2]), ints([0, 0, 1]), ints([0, 0, 2]))
+    changed = [np.any(new != old) for new, old in zip(alone, pool, strict=True)]
+    assert np.flatnonzero(changed).tolist() == [1]
+    for outside in (-1, -2, -SLOTS, -SLOTS - 1, -(2**31), SLOTS, 2**31 - 1):
+        slots = ints([3, outside, 2]), ints([outside, 4, 1])
+        ((moved, own),) = run(ints(path), *slots, ints([2, 1, 2]))
+        assert_same_bits(np.asarray(moved), np.asarray(alone))
+        assert_same_bits(np.asarray(own), np.asarray(history))
+
+
+@FORMS
 @MOVES
 def test_d7_fold_of_a_layer_moves_its_convolution_history_too(read, write, form):
     """The history is the last three of old history ++ kept inputs, so two keep one old column."""

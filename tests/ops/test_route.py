@@ -1,10 +1,15 @@
 """Which experts a token takes and what they count: of logits, and of a router's product."""
 
+import functools
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dflash_jax.ops import sparse_moe as moe
+from dflash_jax.pallas import routing
 from tests.oracles import sparse_moe as oracle
 from tests.tolerances import FP32, FP32_CHAIN, as_float64, assert_close
 
@@ -66,12 +71,13 @@ def test_far_logits_give_finite_weights(form):
 @ROUTE_FORMS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    "tokens, experts, hidden", [(1, 17, 48), (16, 257, 128), (33, 16, 1024), (129, 33, 256)]
+    "tokens, experts, hidden",
+    [(1, 17, 48), (16, 257, 128), (33, 16, 1024), (129, 33, 256), (7, 19, 41), (2, 5, 7)],
 )
 def test_experts_are_chosen_by_the_whole_product_of_the_router(
     tokens, experts, hidden, dtype, form
 ):
-    """A kernel cuts it: all parts count, and an odd number of rows."""
+    """A kernel cuts it: all parts count, an odd number of rows, and what an odd width leaves."""
     rng = np.random.default_rng(hidden)
     x, router = (
         jnp.asarray(rng.normal(size=shape) / hidden**0.25, dtype)
@@ -87,6 +93,38 @@ def test_experts_are_chosen_by_the_whole_product_of_the_router(
     assert_close(routing.shared, 1.0 / (1.0 + np.exp(-scores[:, -1])), FP32_CHAIN)
 
 
+def kernels_of(tokens, width, **options):
+    """Names of the kernels that a choice of experts runs."""
+    choose = functools.partial(moe.choose_experts, experts_per_token=2, **options)
+    program = jax.make_jaxpr(choose)(jnp.zeros((tokens, width)), jnp.zeros((9, width)))
+    return re.findall(r"^let (router|route) =", str(program), re.MULTILINE)
+
+
+@pytest.mark.parametrize("tokens, width", [(1, 48), (128, 41), (129, 48), (1024, 64)])
+def test_a_named_form_is_that_of_product_and_choice_at_every_size(tokens, width):
+    """Neither falls back; a caller whose product has no kernel says so."""
+    assert kernels_of(tokens, width, implementation="interpret") == ["router", "route"]
+    assert kernels_of(tokens, width, implementation="xla") == []
+    split = {"product": "xla", "implementation": "interpret"}
+    assert kernels_of(tokens, width, **split) == ["route"]
+    split = {"product": "interpret", "implementation": "xla"}
+    assert kernels_of(tokens, width, **split) == ["router"]
+
+
+def test_auto_takes_the_routers_kernel_for_few_tokens_on_a_gpu(monkeypatch):
+    assert kernels_of(128, 48) == []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert kernels_of(128, 48) == ["router", "route"]
+    assert kernels_of(129, 48) == ["route"]
+
+
+@pytest.mark.parametrize("width, parts", [(2048, 4), (4096, 4), (256, 2), (48, 1), (65, 1)])
+def test_the_routers_product_is_in_the_parts_measured_best(width, parts):
+    x, router = jnp.zeros((3, width)), jnp.zeros((17, width))
+    made = jax.eval_shape(functools.partial(routing.scores, interpret=True), x, router)
+    assert made.shape == (parts, 3, 17)
+
+
 def test_a_router_that_does_not_fit_is_an_error():
     x = jnp.zeros((4, 48), jnp.bfloat16)
     for router in (jnp.zeros((9, 32), x.dtype), jnp.zeros((9, 48))):
@@ -94,5 +132,7 @@ def test_a_router_that_does_not_fit_is_an_error():
             moe.choose_experts(x, router, 2)
     with pytest.raises(ValueError, match="experts_per_token: expected 1..9 of 9 columns"):
         moe.choose_experts(x, jnp.zeros((9, 48), x.dtype), 2, shared=True)
+    with pytest.raises(NotImplementedError, match="router: .* one token, got none"):
+        moe.choose_experts(x[:0], jnp.zeros((9, 48), x.dtype), 2, implementation="interpret")
     with pytest.raises(NotImplementedError, match="route: .* got 30 and 17"):
         moe.choose_experts(x, jnp.zeros((30, 48), x.dtype), 17, implementation="interpret")

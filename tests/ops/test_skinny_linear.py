@@ -67,6 +67,22 @@ def test_parts_add_up_to_the_product(tokens, rows, width, dtype, form):
 
 
 @pytest.mark.parametrize("form", ["interpret", ON_GPU[0]])
+@pytest.mark.parametrize("tokens, rows, width, parts", [(33, 17, 192, 3), (5, 30, 65, 1)])
+def test_parts_are_the_same_whichever_side_is_the_left_one(tokens, rows, width, parts, form):
+    """Both of odd counts, whole and with a rest of the shared axis."""
+    x, matrix = operands(tokens, rows, width, "bfloat16")
+    tiles = kernel.Tiles(tokens=16, step=64, num_warps=4, num_stages=2)
+    for turned in (False, True):
+        plan = kernel.Plan(rows=32, parts=parts, tiles=tiles, turned=turned)
+        made = kernel.parts(x, matrix, interpret=form == "interpret", plan=plan)
+        assert made.shape == (parts, tokens, rows)
+        for part, (own, other) in enumerate(
+            zip(*(np.split(as_float64(one), parts, axis=1) for one in (x, matrix)), strict=True)
+        ):
+            assert_close(made[part], own @ other.T, FP32_CHAIN)
+
+
+@pytest.mark.parametrize("form", ["interpret", ON_GPU[0]])
 @pytest.mark.parametrize("tokens", [127, 128, 129, 257])
 def test_many_tokens_take_several_tiles(tokens, form):
     x, matrix = operands(tokens, 72, 128, "bfloat16")

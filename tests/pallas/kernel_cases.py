@@ -314,7 +314,7 @@ CASES = (
     delta(1, 8, 16, 48, 128, chain=True), delta(8, 16, 16, 32, 128, chain=True),
     delta(1, 16, 16, 48, 128, chain=False), delta(2, 5, 1, 3, 16, chain=True),
     route(8, 256, 8), route(128, 60, 4), choice(8, 256, 8, 2048), choice(128, 512, 10, 4096),
-    choice(3, 5, 2, 48, F32),
+    choice(3, 5, 2, 48, F32), choice(130, 60, 4, 200),
     kv_write_case(1, 8, 16, 4, 256), kv_write_case(8, 5, 2, 2, 128),
     fold(1, 8, 16, 48, 128, layers=6), fold(8, 16, 16, 32, 128, layers=2),
     fold(1, 16, 16, 32, 128), fold(2, 5, 1, 3, 16), fold(1, 5, 1, 3, 16),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -162,3 +163,18 @@ def test_a_float8_target_computes_what_its_dequantised_values_do(moe):
 def test_params_is_a_pytree_of_both_halves():
     params = Params(target={"a": jnp.zeros(2)}, draft={})
     assert len(jax.tree.leaves(params)) == 1
+
+
+@pytest.mark.parametrize(
+    "method, kernels",
+    [("verify", {"router", "route", "skinny_linear"}), ("prefill", {"route"})],
+)
+def test_a_chunk_leaves_the_routers_product_to_xla_as_its_other_dense_ones(method, kernels):
+    """By name, in whatever form the kernels run; a round's is that form."""
+    config, variables, state, x = scene(moe=True)
+    module = Target(config, cases.tiny_run(0, 1).dtypes, implementation="interpret")
+    program = jax.make_jaxpr(functools.partial(module.apply, method=method))(
+        {"params": variables}, x, columns(), state
+    )
+    found = re.findall(r"^let (\w+) =", str(program), re.MULTILINE)
+    assert {"router", "route", "skinny_linear"}.intersection(found) == kernels
