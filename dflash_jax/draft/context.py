@@ -6,6 +6,8 @@ from flax import linen as nn
 from dflash_jax.config import DraftConfig, DraftKind, DtypePolicy, LayerKind
 from dflash_jax.layers import Linear, RMSNorm
 from dflash_jax.ops.context_kv_materialize import context_kv_materialize, store_context
+from dflash_jax.ops.rounding import round_to
+from dflash_jax.pallas.common import added
 from dflash_jax.state.draft_context import DraftContext
 
 
@@ -32,11 +34,13 @@ class ContextProjection(nn.Module):
     def conditioning(self, features):
         """s_t [B, T, n_tap * H] -> c_t [B, T, H]; rounded after the projection and the norm."""
         dtype = self.dtypes.activation_dtype
-        return self.norm(self.feature_projection(features, dtype)).astype(dtype)
+        product = added(self.feature_projection.parts(features, self.implementation))
+        return self.norm(round_to(product, dtype)).astype(dtype)
 
     def projected(self, features):
-        """[B, T, n_tap * H] -> [B, T, layers * 2 * Hkv * D] fp32, K and V of every layer."""
-        return self.key_value(self.conditioning(features), jnp.float32)
+        """[B, T, n_tap * H] -> [parts, B, T, layers * 2 * Hkv * D] fp32, whose sum is K and V of
+        every layer."""
+        return self.key_value.parts(self.conditioning(features), self.implementation)
 
     def store(self, features, context: DraftContext, slot, table, start, count) -> DraftContext:
         """Appends features [B, T, n_tap * H] of positions start + j, j < count, to the context.
@@ -61,7 +65,7 @@ class ContextProjection(nn.Module):
         """
         config = self.config
         return context_kv_materialize(
-            self.projected(features),
+            added(self.projected(features)),
             self.key_norm,
             positions,
             kv_heads=config.kv_heads,

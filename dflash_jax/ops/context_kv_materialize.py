@@ -8,6 +8,7 @@ from dflash_jax.ops.norm import plain_rmsnorm
 from dflash_jax.ops.rope import rope_1d, turn_fractions
 from dflash_jax.ops.rounding import round_to
 from dflash_jax.pallas import context_kv_materialize as kernel
+from dflash_jax.pallas.common import added
 
 
 def context_kv_materialize(
@@ -58,7 +59,8 @@ def store_context(
     """Stores columns j < count at positions start + j of every layer's ring or pages.
 
     Args:                                                          (B rows, T columns, N layers)
-      projected, key_norm: as in `context_kv_materialize`.
+      projected: as in `context_kv_materialize`, or [parts, B, T, ...] whose sum it is.
+      key_norm: [N, D] fp32.
       stores: per layer (key, value), as `write_ring` or `write_pages` takes them; their dtypes are
         key_dtype and value_dtype, and all layers of a kind have one shape.
       slot:   [B] int32, ring of each row; an idle row's is out of range.
@@ -77,20 +79,21 @@ def store_context(
         raise ValueError(f"stores, paged: expected {layers}, got {len(stores)}, {len(paged)}")
     (first, _), heads_axis = stores[0], 0 if paged[0] else 1
     kv_heads = first.shape[heads_axis]
-    batch, tokens, width = projected.shape
+    parts = projected if projected.ndim == 4 else projected[None]
+    tokens, width = parts.shape[2:]
     if width != layers * 2 * kv_heads * dim:
         raise ValueError(f"projected: expected {layers * 2 * kv_heads * dim} rows, got {width}")
     lacking = None if kernel.supports(dim) else f"heads of a power of two, got {dim}"
     form = choose_form("context_kv_materialize", implementation, lacking, auto_gpu="pallas")
     if form != "xla":
         return kernel.store(
-            projected, key_norm, jnp.asarray(turn_fractions(dim, theta).view("int32")), stores,
+            parts, key_norm, jnp.asarray(turn_fractions(dim, theta).view("int32")), stores,
             slot, table, start, count, paged=paged, rule=kernel.Rule(eps=eps, rounded=rounded),
             interpret=form == "interpret",
         )
     positions = start[:, None] + jnp.arange(tokens, dtype=jnp.int32)
     rows = context_kv_materialize(
-        projected, key_norm, positions, kv_heads=kv_heads, eps=eps, theta=theta, rounded=rounded,
+        added(parts), key_norm, positions, kv_heads=kv_heads, eps=eps, theta=theta, rounded=rounded,
         key_dtype=first.dtype, value_dtype=stores[0][1].dtype,
     )
 

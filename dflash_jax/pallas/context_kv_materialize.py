@@ -3,9 +3,10 @@
 Implements: ops/context_kv_materialize.py, `store_context`.
 Matches when: the head dim is a power of two, at least 2.
 
-A program takes one position and one head of every layer. It rounds, norms and rotates the key,
-rounds the value, and writes both where the position lives: at its place in the layer's ring, or in
-a page. A position that is not to be stored ends its program before it reads the projection.
+A program takes one position and one head of one layer. It adds the projection's parts, rounds,
+norms and rotates the key, rounds the value, and writes both where the position lives: at its place
+in the layer's ring, or in a page. A position that is not to be stored ends its program before it
+reads the projection.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_jax.pallas.common import WHOLE, gpu_call, is_power_of_two
+from dflash_jax.pallas.common import WHOLE, added, gpu_call, is_power_of_two
 from dflash_jax.pallas.rope import turn
 
 
@@ -40,7 +41,7 @@ def store(
     """Writes columns j < count of every row at positions start + j of every layer, in place.
 
     Args:                                          (B rows, T columns, N layers, D head dim)
-      projected: [B, T, N * 2 * Hkv * D] fp32, per layer the K rows then the V rows.
+      projected: [parts, B, T, N * 2 * Hkv * D] fp32 summands, per layer K rows then V rows.
       key_norm: [N, D] fp32.
       fractions: [digits, D / 2] int32, see ops/rope.py.
       stores: per layer (key, value): rings [slots, Hkv, S, D], pages [Hkv, pages, page, D].
@@ -49,16 +50,16 @@ def store(
     Returns:
       the stores; the same buffers if the caller donates them.
     """
-    batch, tokens, width = projected.shape
+    parts, batch, tokens, width = projected.shape
     layers, dim = key_norm.shape
     flat = [array for pair in stores for array in pair]
-    lines = projected.reshape(batch * tokens, width)
+    lines = projected.reshape(parts, batch * tokens, width)
     small = (lines, key_norm, fractions, slot, table, start, count)
     written = gpu_call(
         _kernel(tokens, tuple(paged), rule),
         name="context_kv_materialize",
         out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat),
-        grid=(batch * tokens, width // (2 * layers * dim)),
+        grid=(batch * tokens, width // (2 * layers * dim), layers),
         in_specs=[WHOLE] * (len(small) + len(flat)),
         out_specs=(WHOLE,) * len(flat),
         aliases={len(small) + i: i for i in range(len(flat))},
@@ -84,11 +85,11 @@ def _kernel(tokens: int, paged: tuple[bool, ...], rule: Rule):
             if not layers:
                 continue
             place, stored = place_of(stores[layers[0]][0])
+            for layer in layers:
 
-            @pl.when((column < live) & stored)
-            def _(layers=layers, place=place):
-                cos, sin = turn(fractions, position)
-                for layer in layers:
+                @pl.when((pl.program_id(2) == layer) & (column < live) & stored)
+                def _(layer=layer, place=place):
+                    cos, sin = turn(fractions, position)
                     raw = _halves(projected, line, head, layer, key_norm.shape)
                     _write(stores[layer], place, *raw, key_norm, layer, cos, sin, rule)
 
@@ -114,12 +115,14 @@ def _page_place(pages, table, row, position, head):
 def _halves(projected, line, head, layer, norm_shape):
     """Key and value of a head, each as its first and its second half: the rotation pairs them."""
     layers, dim = norm_shape
-    heads = projected.shape[1] // (2 * layers * dim)
-    return (
-        [projected[line, pl.ds(((2 * layer + side) * heads + head) * dim + first, dim // 2)]
-         for first in (0, dim // 2)]
-        for side in (0, 1)
-    )
+    parts, _, width = projected.shape
+    heads = width // (2 * layers * dim)
+
+    def half(side, first):
+        at = pl.ds(((2 * layer + side) * heads + head) * dim + first, dim // 2)
+        return added(projected[part, line, at] for part in range(parts))
+
+    return ([half(side, first) for first in (0, dim // 2)] for side in (0, 1))
 
 
 def _write(store, place, raw_key, raw_value, key_norm, layer, cos, sin, rule: Rule):

@@ -138,6 +138,22 @@ def test_idle_rows_write_no_ring(idle, form):
     check(*inputs(4, (False,)), (0, 3, 9), (4, 2, 4), (False,), False, form, slot=slot)
 
 
+@FORMS
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_parts_of_the_projection_are_added_first(parts, form):
+    """Stored bits are those of the sum, first to last; NaN in dead columns of a part stays out."""
+    paged, count = (False, True), np.array([4, 2, 0], np.int32)
+    projected, *rest = inputs(4, paged)
+    spread = np.random.default_rng(7).normal(size=(parts, *projected.shape)).astype(np.float32)
+    for row, live in enumerate(count):
+        spread[-1, row, live:] = np.nan
+    whole = functools.reduce(np.add, spread)
+    call, where = compiled(paged, True, form), (SLOT, TABLE, np.zeros(3, np.int32), count)
+    got, wanted = (jax.tree.leaves(call(x, *rest, *where)) for x in (spread, whole))
+    for x, y in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_donated_stores_are_updated_in_place():
     """Interpret mode copies; the kernel itself is judged where it is compiled."""
     projected, key_norm, stores = inputs(2, (False, True), window=4096)

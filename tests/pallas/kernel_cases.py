@@ -188,7 +188,9 @@ def selector(batch, positions, candidates, rank, rows=248320, dtype=BF16):
     )
 
 
-def context(batch, columns, paged, kv_heads=8, dim=128, window=2048, dtypes=(BF16, F16)):
+def context(
+    batch, columns, paged, kv_heads=8, dim=128, window=2048, dtypes=(BF16, F16), parts=1
+):
     layers, rows = len(paged), shape(batch, dtype=I32)
     places = {True: (kv_heads, 2048, 64, dim), False: (batch + 1, kv_heads, window, dim)}
     return KernelCase(
@@ -198,7 +200,7 @@ def context(batch, columns, paged, kv_heads=8, dim=128, window=2048, dtypes=(BF1
             implementation="pallas",
         ),
         avals=(
-            shape(batch, columns, layers * 2 * kv_heads * dim, dtype=F32),
+            shape(parts, batch, columns, layers * 2 * kv_heads * dim, dtype=F32),
             shape(layers, dim, dtype=F32),
             tuple(tuple(shape(*places[kind], dtype=d) for d in dtypes) for kind in paged),
             rows, shape(batch, 256, dtype=I32), rows, rows,
@@ -334,7 +336,7 @@ CASES = (
     experts(300, 2048, 512, dtype=F32), experts(130, 32, 16, count=5, k=2, dtype=F32),
     selector(1, 7, 16, 256), selector(8, 15, 16, 256), selector(3, 1, 2, 4, rows=11, dtype=F32),
     top(7, 248320), top(120, 248320), top(1, 129), top(3, 1000, k=100),
-    context(1, 8, (False,) * 5), context(8, 16, (False,) * 5 + (True,), window=4096),
+    context(1, 8, (False,) * 5, parts=2), context(8, 16, (False,) * 5 + (True,), window=4096),
     context(1, 1024, (False, True)), context(3, 5, (True, False), 3, 2, 7, (F32, F32)),
     convolution(1, 8, 5120, 16, 2), convolution(8, 16, 2048, 16, 2),
     convolution(2, 32, 96, 6, 3), convolution(1, 1, 2048, 2048, 4),
