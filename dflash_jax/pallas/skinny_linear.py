@@ -32,9 +32,12 @@ from dflash_jax.pallas.tiling import PROCESSORS, cut
 MAX_TOKENS = 128  # of a tile
 MOST_MEASURED = 64  # tokens up to which it was compared with XLA's products
 TILE = 64  # matrix rows of the smaller tile
-_MANY_ROWS = 12288  # enough for two programs a processor in few parts of larger tiles
+_MANY_ROWS = 12288  # enough for a larger tile a processor in one part or two
+_FEW_TOKENS = 16
 _LONG = 128  # entries of a long step
+_PARTS = (1, 2, 3, 4, 8)
 _BEST_PROGRAMS = 260
+_LEAST_PROGRAMS = 0.8 * PROCESSORS
 _PROGRAMS = 2 * PROCESSORS  # that run at once
 
 
@@ -98,32 +101,41 @@ class Plan:
 
     @classmethod
     def of(cls, tokens: int, rows: int, width: int, dtype) -> "Plan":
-        """For [tokens, width] times [rows, width]^T: about two programs a processor, as measured
-        best on an H200 from 2048 x 4096 to 16480 x 5120.
-
-        Very few tokens leave room for long steps; they and a large tile halve the reads of x. Every
-        part writes its sums, which counts where there are more tokens.
-        """
+        """For [tokens, width] times [rows, width]^T, as measured best on an H200, from 2048 x 4096
+        to 16480 x 5120 and 5120 x 25600."""
         tiles = Tiles.of(tokens, 128, dtype)
         if jnp.dtype(dtype).itemsize > 2 or tokens > MOST_MEASURED:
             count, parts = cut(
                 rows, width, tokens, step=tiles.step, slots=_PROGRAMS, tiles=(128, TILE)
             )
             return cls(rows=count, parts=parts, tiles=tiles)
-        few = tokens <= 16
-        count = 2 * TILE if few and rows >= _MANY_ROWS else TILE
-        steps = width // _LONG if width % _LONG == 0 else 1
-        programs = [
-            (pl.cdiv(rows, count) * parts, parts)
-            for parts in (1, 2, 4, 8) if parts == 1 or steps % parts == 0 and steps >= 2 * parts
-        ]
-        parts = min(programs, key=lambda found: abs(math.log(found[0] / _BEST_PROGRAMS)))[1]
-        long = width % _LONG == 0 and (few or parts == 1)
-        step, stages = (_LONG, 3) if long else (64, 4)
-        return cls(
-            rows=count, parts=parts,
-            tiles=dataclasses.replace(tiles, step=step, num_stages=stages, num_warps=4),
+        count, parts = _measured(tokens, rows, width)
+        programs = pl.cdiv(rows, count) * parts
+        # Very few tokens leave room for long steps, and so do programs that all run at once.
+        long = width % _LONG == 0 and (tokens <= _FEW_TOKENS or programs <= _PROGRAMS)
+        alone = tokens <= _FEW_TOKENS and programs <= PROCESSORS
+        tiles = dataclasses.replace(
+            tiles, step=_LONG if long else 64, num_stages=3 if long and not alone else 4,
+            num_warps=4,
         )
+        return cls(rows=count, parts=parts, tiles=tiles)
+
+
+def _measured(tokens: int, rows: int, width: int) -> tuple[int, int]:
+    """Rows of a tile, and parts.
+
+    A large tile halves the reads of x. One a processor is then enough, and every part that is
+    spared is one less to write and to add; but one token's sums are better split. Small tiles:
+    about two a processor.
+    """
+    steps = width // _LONG if width % _LONG == 0 else 1
+    choices = [n for n in _PARTS if n == 1 or steps % n == 0 and steps >= 2 * n]
+    if tokens == 1 or tokens <= _FEW_TOKENS and rows >= _MANY_ROWS:
+        programs = pl.cdiv(rows, 2 * TILE)
+        enough = [n for n in choices if n > (tokens == 1) and n * programs >= _LEAST_PROGRAMS]
+        return 2 * TILE, (enough or choices[-1:])[0]
+    programs = pl.cdiv(rows, TILE)
+    return TILE, min(choices, key=lambda n: abs(math.log(n * programs / _BEST_PROGRAMS)))
 
 
 def linear(x, matrix, *, residual=None, out_dtype, interpret: bool, plan: Plan | None = None):

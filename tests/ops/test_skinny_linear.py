@@ -105,17 +105,22 @@ def test_auto_takes_the_kernel_where_it_was_faster(tokens, rows, width, dtype, p
 
 
 @pytest.mark.parametrize(
-    "tokens, rows, width, count, parts, step",
+    "tokens, rows, width, count, parts, step, stages",
     [
-        (1, 16480, 5120, 128, 2, 128), (8, 14336, 5120, 128, 2, 128), (8, 5120, 17408, 64, 4, 128),
-        (8, 5120, 6144, 64, 4, 128), (8, 12352, 2048, 128, 2, 128), (16, 9216, 2048, 64, 2, 128),
-        (8, 2048, 4096, 64, 8, 128), (64, 16480, 5120, 64, 1, 128), (64, 14336, 5120, 64, 1, 128),
-        (64, 5120, 17408, 64, 4, 64), (64, 5120, 6144, 64, 4, 64), (8, 70, 96, 64, 1, 64),
+        (1, 16480, 5120, 128, 2, 128, 3), (8, 16480, 5120, 128, 1, 128, 4),
+        (1, 5120, 17408, 128, 4, 128, 3), (8, 5120, 17408, 64, 4, 128, 3),
+        (1, 5120, 6144, 128, 3, 128, 4), (8, 5120, 6144, 64, 3, 128, 3),
+        (8, 14336, 5120, 128, 1, 128, 4), (8, 12352, 2048, 128, 2, 128, 3),
+        (1, 9216, 2048, 128, 2, 128, 3), (16, 9216, 2048, 64, 2, 128, 3),
+        (8, 2048, 4096, 64, 8, 128, 3), (64, 16480, 5120, 64, 1, 128, 3),
+        (64, 14336, 5120, 64, 1, 128, 3), (64, 5120, 17408, 64, 4, 64, 4),
+        (64, 5120, 6144, 64, 3, 128, 3), (8, 70, 96, 64, 1, 64, 4), (1, 70, 96, 128, 1, 64, 4),
     ],
 )
-def test_plans_are_those_measured(tokens, rows, width, count, parts, step):
+def test_plans_are_those_measured(tokens, rows, width, count, parts, step, stages):
     plan = kernel.Plan.of(tokens, rows, width, "bfloat16")
-    assert (plan.rows, plan.parts, plan.tiles.step) == (count, parts, step)
+    found = plan.rows, plan.parts, plan.tiles.step, plan.tiles.num_stages
+    assert found == (count, parts, step, stages)
 
 
 @FORMS
