@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 
 from dflash_jax.pallas.common import (
     WHOLE,
+    broadcast,
     dot,
     gpu_call,
     load,
@@ -149,7 +150,7 @@ def product(left, matrices, scale, blocks, at, interpret):
 
 
 def _gate_up_kernel(tiles: Tiles, extents, blocks, interpret):
-    rows, tokens, _ = extents
+    rows, _, _ = extents
 
     def kernel(x, experts, *matrices_and_out):
         *matrices, out = matrices_and_out
@@ -158,14 +159,13 @@ def _gate_up_kernel(tiles: Tiles, extents, blocks, interpret):
         token = jnp.arange(rows, dtype=jnp.int32)
         columns = jnp.arange(tiles.hidden_step, dtype=jnp.int32)
 
-        def work(source, expert):
+        def work(source, slot, takes, _):
             gate_up, scale, shape = source
-            slot = 0 if expert is None else expert
+            wanted = jnp.broadcast_to(takes[:, None], (rows, tiles.hidden_step))
 
             def step(index, sums):
                 first = index * tiles.hidden_step
-                at = places(token, first + columns)
-                part = load(x.at[at], mask=at[0] < tokens, other=0.0)
+                part = load(x.at[places(token, first + columns)], mask=wanted, other=0.0)
                 starts = (start + block * tiles.inner for start in (0, inner))
                 gate, up = (
                     product(
@@ -179,65 +179,56 @@ def _gate_up_kernel(tiles: Tiles, extents, blocks, interpret):
             steps = x.shape[1] // tiles.hidden_step
             gate, up = lax.fori_loop(0, steps, step, (empty, empty))
             mixed = gate * jax.nn.sigmoid(gate) * up
-            out[choice, :, pl.ds(block * tiles.inner, tiles.inner)] = mixed.astype(out.dtype)
+            at = places(token, block * tiles.inner + jnp.arange(tiles.inner, dtype=jnp.int32))
+            mask = jnp.broadcast_to(takes[:, None], mixed.shape)
+            store(out.at[broadcast(choice, *at)], mixed.astype(out.dtype), mask=mask)
 
-        _once(experts, choice, _sources(matrices, blocks), work, alone=tokens == 1)
+        _once(experts, choice, extents, _sources(matrices, blocks), work)
 
     return kernel
 
 
 def _down_kernel(tiles: Tiles, extents, blocks, interpret):
     rows, tokens, k = extents
-    wide = pl.next_power_of_2(k)
 
     def kernel(mixed, experts, weights, *refs):
         *refs, out = refs
         every, matrices = (refs[0], refs[1:]) if len(blocks) > 1 else (None, refs)
         choice, block = pl.program_id(0), pl.program_id(1)
         token = jnp.arange(rows, dtype=jnp.int32)
-        rank = jnp.arange(wide, dtype=jnp.int32)
+        columns = jnp.arange(tiles.inner_step, dtype=jnp.int32)
 
-        def asked(expert):
-            """What a token's choices are and weigh, [rows, ranks]: asked for before the product, so
-            that nobody waits for it behind the product."""
-            if expert is None:
-                known = token < tokens
-                return known, load(every.at[token], mask=known, other=0.0)
-            at = token[:, None] * k + rank[None, :]
-            known = (token < tokens)[:, None] & (rank < k)[None, :]
-            chosen = load(experts.at[at], mask=known, other=-1)
-            return known & (chosen == expert), load(weights.at[at], mask=known, other=0.0)
-
-        def places_and_weights(expert, named, given):
-            """Of each token: the rank it gave the expert, whether it did, and the weight."""
-            if expert is None:
-                return k, named, given
-            at = jnp.sum(jnp.where(named, rank[None, :], 0), axis=1)
-            takes = jnp.sum(named.astype(jnp.int32), axis=1) > 0
-            return at, takes, jnp.sum(jnp.where(named, given, 0.0), axis=1)
-
-        def work(source, expert):
+        def work(source, slot, takes, named):
             down, scale, shape = source
-            slot = 0 if expert is None else expert
-            choices = asked(expert)
+            # Asked for before the product, so that nobody waits for them behind it.
+            if named is None:
+                given = load(every.at[token], mask=takes, other=0.0)
+            else:
+                given = load(weights.at[_choices(extents)[0]], mask=named, other=0.0)
+            wanted = jnp.broadcast_to(takes[:, None], (rows, tiles.inner_step))
 
             def step(index, total):
                 first = index * tiles.inner_step
                 at = slot, block * tiles.hidden, tiles.hidden, first
-                part = mixed[choice, :, pl.ds(first, tiles.inner_step)]
+                from_ = broadcast(choice, *places(token, first + columns))
+                part = load(mixed.at[from_], mask=wanted, other=0.0)
                 return total + product(part, down, scale, shape, at, interpret)
 
             steps = mixed.shape[2] // tiles.inner_step
             empty = jnp.zeros((rows, tiles.hidden), jnp.float32)
             total = lax.fori_loop(0, steps, step, empty)
-            given, takes, weight = places_and_weights(expert, *choices)
+            rank, weight = k, given
+            if named is not None:
+                order = jnp.arange(given.shape[1], dtype=jnp.int32)
+                rank = jnp.sum(jnp.where(named, order[None, :], 0), axis=1)
+                weight = jnp.sum(given, axis=1)
             column = block * tiles.hidden + jnp.arange(tiles.hidden, dtype=jnp.int32)
             mask = jnp.broadcast_to(takes[:, None], total.shape)
             # A token that did not choose it has no address: nothing is put back.
-            at = places(jnp.where(takes, given * tokens + token, out.shape[0]), column)
+            at = places(jnp.where(takes, rank * tokens + token, out.shape[0]), column)
             store(out.at[at], weight[:, None] * total, mask=mask)
 
-        _once(experts, choice, _sources(matrices, blocks), work, alone=tokens == 1)
+        _once(experts, choice, extents, _sources(matrices, blocks), work)
 
     return kernel
 
@@ -251,20 +242,29 @@ def _sources(refs, blocks):
     ]
 
 
-def _once(experts, choice, sources, work, *, alone: bool):
-    """`work(source, expert)` if no choice before this one names the same expert, as those of a
-    token `alone` never do; behind the last choice for the expert of all tokens, as None."""
-    count = experts.shape[0]
+def _choices(extents):
+    """Of each token, in rows, and each rank: the number of its choice, and whether there is one."""
+    rows, tokens, k = extents
+    token = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    rank = jnp.arange(pl.next_power_of_2(k), dtype=jnp.int32)[None, :]
+    return token * k + rank, (token < tokens) & (rank < k)
+
+
+def _once(experts, choice, extents, sources, work):
+    """`work(source, slot, takes, named)` if no choice before this one names the same expert; behind
+    the last choice for the expert of all tokens.
+
+    takes: [rows] whether a token takes the expert: nobody else's x is read. named: [rows, ranks]
+    by which choice; None for the expert of all tokens.
+    """
+    (rows, tokens, _), count = extents, experts.shape[0]
     expert = experts[jnp.minimum(choice, count - 1)]
-    first = alone or _is_first(experts, choice, expert)
-    pl.when((choice < count) & first)(lambda: work(sources[0], expert))
+    number, known = _choices(extents)
+    named = known & (load(experts.at[number], mask=known, other=-1) == expert)
+    takes = jnp.sum(named.astype(jnp.int32), axis=1) > 0
+    # A token alone names an expert once.
+    earlier = jnp.sum((named & (number < choice)).astype(jnp.int32)) if tokens > 1 else 0
+    pl.when((choice < count) & (earlier == 0))(lambda: work(sources[0], expert, takes, named))
     if len(sources) > 1:
-        pl.when(choice == count)(lambda: work(sources[1], None))
-
-
-def _is_first(experts, choice, expert):
-    """Whether no choice before this one names the same expert."""
-    count = experts.shape[0]
-    index = jnp.arange(max(16, pl.next_power_of_2(count)), dtype=jnp.int32)
-    others = load(experts.at[index], mask=index < jnp.minimum(choice, count), other=-1)
-    return jnp.sum((others == expert).astype(jnp.int32)) == 0
+        everyone = jnp.arange(rows, dtype=jnp.int32) < tokens
+        pl.when(choice == count)(lambda: work(sources[1], 0, everyone, None))
