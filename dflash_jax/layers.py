@@ -17,7 +17,7 @@ from dflash_jax.ops.block_scaled_linear import (
 )
 from dflash_jax.ops.linear import linear
 from dflash_jax.ops.norm import add_rmsnorm, offset_rmsnorm, plain_rmsnorm
-from dflash_jax.ops.skinny_linear import skinny_parts
+from dflash_jax.ops.skinny_linear import skinny_parts, skinny_swiglu
 
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 # Random float8 values are this much larger than those of a dense matrix, and their scales this much
@@ -190,6 +190,9 @@ class SwiGlu(nn.Module):
         return self.down.parts(self._inner(x, implementation), implementation)
 
     def _inner(self, x, implementation):
+        if self.blocks[0] is None:
+            matrix = self.gate_up.kernel
+            return skinny_swiglu(x, matrix, rounded=self.rounded, implementation=implementation)
         parts = self.gate_up(x, x.dtype if self.rounded else jnp.float32, implementation)
         gate, up = parts["gate"].astype(jnp.float32), parts["up"].astype(jnp.float32)
         return (jax.nn.silu(gate) * up).astype(x.dtype)

@@ -1,14 +1,16 @@
 """A product of a few rows with a large matrix, whose rows are the tile's large side.
 
 Implements: ops/skinny_linear.py; linear_topk.py builds on `product`, routing.py on `parts`.
-Matches when: any rows of x, in tiles of up to 128; SwiGLU at most 128; Mosaic GPU as in mosaic.py.
+Matches when: any rows of x, in tiles of up to 128; Mosaic GPU as in mosaic.py.
 
 Where the matrix has too few tiles for the processors, its shared axis is split and the parts are
 added afterwards, by whoever reads them (`skinny_parts`) or by XLA.
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from dataclasses import dataclass
 
 import jax
@@ -32,11 +34,11 @@ from dflash_jax.pallas.tiling import PROCESSORS, cut
 MAX_TOKENS = 128  # of a tile
 MOST_MEASURED = 64  # tokens up to which it was compared with XLA's products
 TILE = 64  # matrix rows of the smaller tile
-_MANY_ROWS = 12288  # enough for a larger tile a processor in one part or two
-_FEW_TOKENS = 16
+FEW_TOKENS = 16  # which leave room for long steps
 _LONG = 128  # entries of a long step
 _PARTS = (1, 2, 3, 4, 8)
 _BEST_PROGRAMS = 260
+_PROGRAMS = 260
 _LEAST_PROGRAMS = 0.8 * PROCESSORS
 _PROGRAMS = 2 * PROCESSORS  # that run at once
 
@@ -65,27 +67,30 @@ class Tiles:
 def product(x, matrix, rows, tokens, tiles: Tiles, first_step=0, steps=None):
     """[len(rows), len(tokens)] fp32: the named matrix rows times the named rows of x.
 
-    Numbers past the end read the last row: what they give means nothing. Without first_step and
-    steps, the whole shared axis.
+    Numbers past the end give zeros, and load nothing: reads of one row by all of them would meet in
+    one place of the cache. Without first_step and steps, the whole shared axis.
     """
-    rows = jnp.minimum(rows, matrix.shape[0] - 1)
-    tokens = jnp.minimum(tokens, x.shape[0] - 1)
     lane, width = jnp.arange(tiles.step, dtype=jnp.int32), x.shape[1]
 
-    def add(index, total):
-        column = (first_step + index) * tiles.step + lane
-        left, right = matrix[places(rows, column)], x[places(tokens, column)]
-        return total + dot(left, right.T)
+    def add(total, column, inside):
+        sides = []
+        for ref, numbers in ((matrix, rows), (x, tokens)):
+            at = places(numbers, column)
+            mask = [] if ref.shape[0] % len(numbers) == 0 else [at[0] < ref.shape[0]]
+            mask += [] if inside else [at[1] < width]
+            whole = ref[at] if not mask else load(
+                ref.at[at], mask=functools.reduce(operator.and_, mask), other=0.0
+            )
+            sides.append(whole)
+        return total + dot(sides[0], sides[1].T)
 
     total = jnp.zeros((rows.shape[0], tokens.shape[0]), jnp.float32)
-    total = lax.fori_loop(0, width // tiles.step if steps is None else steps, add, total)
+    total = lax.fori_loop(
+        0, width // tiles.step if steps is None else steps,
+        lambda index, total: add(total, (first_step + index) * tiles.step + lane, True), total,
+    )
     if steps is None and width % tiles.step:
-        column = width // tiles.step * tiles.step + lane
-        left, right = (
-            load(ref.at[at], mask=at[1] < width, other=0.0)
-            for ref, at in ((matrix, places(rows, column)), (x, places(tokens, column)))
-        )
-        total = total + dot(left, right.T)
+        total = add(total, width // tiles.step * tiles.step + lane, False)
     return total
 
 
@@ -101,41 +106,27 @@ class Plan:
 
     @classmethod
     def of(cls, tokens: int, rows: int, width: int, dtype) -> "Plan":
-        """For [tokens, width] times [rows, width]^T, as measured best on an H200, from 2048 x 4096
-        to 16480 x 5120 and 5120 x 25600."""
+        """For [tokens, width] times [rows, width]^T: about two programs a processor, as measured
+        best on an H200, from 2048 x 4096 to 16480 x 5120 and 5120 x 25600. Every part that is
+        spared is one less to write and to add.
+        """
         tiles = Tiles.of(tokens, 128, dtype)
         if jnp.dtype(dtype).itemsize > 2 or tokens > MOST_MEASURED:
             count, parts = cut(
                 rows, width, tokens, step=tiles.step, slots=_PROGRAMS, tiles=(128, TILE)
             )
             return cls(rows=count, parts=parts, tiles=tiles)
-        count, parts = _measured(tokens, rows, width)
-        programs = pl.cdiv(rows, count) * parts
+        tiles_of_rows, steps = pl.cdiv(rows, TILE), width // _LONG if width % _LONG == 0 else 1
+        choices = [n for n in _PARTS if n == 1 or steps % n == 0 and steps >= 2 * n]
+        parts = min(choices, key=lambda n: abs(math.log(n * tiles_of_rows / _BEST_PROGRAMS)))
         # Very few tokens leave room for long steps, and so do programs that all run at once.
-        long = width % _LONG == 0 and (tokens <= _FEW_TOKENS or programs <= _PROGRAMS)
-        alone = tokens <= _FEW_TOKENS and programs <= PROCESSORS
+        few = tokens <= FEW_TOKENS
+        long = width % _LONG == 0 and (few or parts * tiles_of_rows <= _PROGRAMS)
         tiles = dataclasses.replace(
-            tiles, step=_LONG if long else 64, num_stages=3 if long and not alone else 4,
-            num_warps=4,
+            tiles, step=_LONG if long else 64, num_warps=4,
+            num_stages=3 if long and not (few and parts == 1) else 4,
         )
-        return cls(rows=count, parts=parts, tiles=tiles)
-
-
-def _measured(tokens: int, rows: int, width: int) -> tuple[int, int]:
-    """Rows of a tile, and parts.
-
-    A large tile halves the reads of x. One a processor is then enough, and every part that is
-    spared is one less to write and to add; but one token's sums are better split. Small tiles:
-    about two a processor.
-    """
-    steps = width // _LONG if width % _LONG == 0 else 1
-    choices = [n for n in _PARTS if n == 1 or steps % n == 0 and steps >= 2 * n]
-    if tokens == 1 or tokens <= _FEW_TOKENS and rows >= _MANY_ROWS:
-        programs = pl.cdiv(rows, 2 * TILE)
-        enough = [n for n in choices if n > (tokens == 1) and n * programs >= _LEAST_PROGRAMS]
-        return 2 * TILE, (enough or choices[-1:])[0]
-    programs = pl.cdiv(rows, TILE)
-    return TILE, min(choices, key=lambda n: abs(math.log(n * programs / _BEST_PROGRAMS)))
+        return cls(rows=TILE, parts=parts, tiles=tiles)
 
 
 def linear(x, matrix, *, residual=None, out_dtype, interpret: bool, plan: Plan | None = None):
@@ -191,17 +182,42 @@ def _products(
     )(*operands)
 
 
-def swiglu(x, matrix, *, rounded: bool, interpret: bool, tiles=None):
+@dataclass(frozen=True)
+class MixedTiles:
+    """Rows of each half of a tile, and the loop over the shared axis, which runs once a half."""
+
+    rows: int
+    tiles: Tiles
+
+    @classmethod
+    def of(cls, tokens: int, inner: int, width: int, dtype) -> "MixedTiles":
+        """For [tokens, width] times both halves [inner, width]^T; with few tokens as measured best
+        on an H200 with 2 x 17408 x 5120."""
+        tiles = Tiles.of(tokens, 128, dtype)
+        if jnp.dtype(dtype).itemsize > 2 or tokens > FEW_TOKENS:
+            rows, _ = cut(
+                inner, 2 * width, tokens, step=tiles.step, slots=_PROGRAMS,
+                tiles=(TILE, TILE // 2), split=False,
+            )
+            return cls(rows, tiles)
+        step, stages = (_LONG, 3) if width % _LONG == 0 else (64, 4)
+        enough = pl.cdiv(inner, TILE) >= PROCESSORS
+        return cls(
+            rows=TILE if enough else TILE // 2,
+            tiles=dataclasses.replace(tiles, step=step, num_warps=4, num_stages=stages),
+        )
+
+
+@shared("rounded", "interpret", "tiles")
+def swiglu(x, matrix, *, rounded: bool, interpret: bool, tiles: MixedTiles | None = None):
     """[T, rows / 2] in x's dtype: SiLU of the first half's product times the second half's."""
     tokens, inner = x.shape[0], matrix.shape[0] // 2
-    tiles = tiles or Tiles.of(tokens, 128, x.dtype)
-    count, _ = cut(
-        inner, 2 * x.shape[1], tokens, step=tiles.step, slots=_PROGRAMS, tiles=(64, 32),
-        split=False,
-    )
+    tiles = tiles or MixedTiles.of(tokens, inner, x.shape[1], x.dtype)
+    count, tiles = tiles.rows, tiles.tiles
 
     def kernel(x, matrix, out):
         row, token = _numbers(count, tiles)
+        token += pl.program_id(1) * tiles.tokens
         gate, up = (
             product(x, matrix, jnp.minimum(row, inner - 1) + first, token, tiles)
             for first in (0, inner)
@@ -214,8 +230,9 @@ def swiglu(x, matrix, *, rounded: bool, interpret: bool, tiles=None):
         kernel,
         name="skinny_swiglu",
         out_shape=jax.ShapeDtypeStruct((tokens, inner), x.dtype),
-        grid=(pl.cdiv(inner, count),), in_specs=[WHOLE] * 2, out_specs=WHOLE, interpret=interpret,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        grid=(pl.cdiv(inner, count), pl.cdiv(tokens, tiles.tokens)), in_specs=[WHOLE] * 2,
+        out_specs=WHOLE, interpret=interpret, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )(x, matrix)
 
 

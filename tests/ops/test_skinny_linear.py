@@ -105,22 +105,32 @@ def test_auto_takes_the_kernel_where_it_was_faster(tokens, rows, width, dtype, p
 
 
 @pytest.mark.parametrize(
-    "tokens, rows, width, count, parts, step, stages",
+    "tokens, rows, width, dtype, pays",
     [
-        (1, 16480, 5120, 128, 2, 128, 3), (8, 16480, 5120, 128, 1, 128, 4),
-        (1, 5120, 17408, 128, 4, 128, 3), (8, 5120, 17408, 64, 4, 128, 3),
-        (1, 5120, 6144, 128, 3, 128, 4), (8, 5120, 6144, 64, 3, 128, 3),
-        (8, 14336, 5120, 128, 1, 128, 4), (8, 12352, 2048, 128, 2, 128, 3),
-        (1, 9216, 2048, 128, 2, 128, 3), (16, 9216, 2048, 64, 2, 128, 3),
-        (8, 2048, 4096, 64, 8, 128, 3), (64, 16480, 5120, 64, 1, 128, 3),
-        (64, 14336, 5120, 64, 1, 128, 3), (64, 5120, 17408, 64, 4, 64, 4),
-        (64, 5120, 6144, 64, 3, 128, 3), (8, 70, 96, 64, 1, 64, 4), (1, 70, 96, 128, 1, 64, 4),
+        (1, 34816, 5120, "bfloat16", True), (16, 34816, 5120, "bfloat16", True),
+        (17, 34816, 5120, "bfloat16", False), (8, 34816, 5120, "float32", False),
+        (8, 1024, 2048, "bfloat16", False), (0, 34816, 5120, "bfloat16", False),
     ],
 )
-def test_plans_are_those_measured(tokens, rows, width, count, parts, step, stages):
+def test_auto_mixes_inside_the_product_where_it_was_faster(tokens, rows, width, dtype, pays):
+    assert op._mixing_pays(tokens, rows, width, dtype) == pays
+
+
+@pytest.mark.parametrize(
+    "tokens, rows, width, parts, step, stages",
+    [
+        (1, 16480, 5120, 1, 128, 4), (8, 16480, 5120, 1, 128, 4), (1, 5120, 17408, 4, 128, 3),
+        (8, 5120, 17408, 4, 128, 3), (1, 5120, 6144, 3, 128, 3), (8, 5120, 6144, 3, 128, 3),
+        (8, 14336, 5120, 1, 128, 4), (8, 12352, 2048, 1, 128, 4), (1, 9216, 2048, 2, 128, 3),
+        (16, 9216, 2048, 2, 128, 3), (8, 2048, 4096, 8, 128, 3), (64, 16480, 5120, 1, 128, 3),
+        (64, 14336, 5120, 1, 128, 3), (64, 5120, 17408, 4, 64, 4), (64, 5120, 6144, 3, 128, 3),
+        (40, 10240, 5120, 2, 64, 4), (40, 5120, 25600, 4, 64, 4), (8, 70, 96, 1, 64, 4),
+    ],
+)
+def test_plans_are_those_measured(tokens, rows, width, parts, step, stages):
     plan = kernel.Plan.of(tokens, rows, width, "bfloat16")
-    found = plan.rows, plan.parts, plan.tiles.step, plan.tiles.num_stages
-    assert found == (count, parts, step, stages)
+    assert (plan.rows, plan.parts) == (kernel.TILE, parts)
+    assert (plan.tiles.step, plan.tiles.num_stages) == (step, stages)
 
 
 @FORMS
@@ -141,7 +151,7 @@ def test_a_residual_meets_the_rounded_product(form):
 @pytest.mark.parametrize(
     "tokens, inner, width, dtype, rounded",
     [(3, 64, 64, "bfloat16", True), (17, 33, 65, "float32", False),
-     (2, 68, 1024, "bfloat16", False)],
+     (2, 68, 1024, "bfloat16", False), (130, 33, 64, "bfloat16", False)],
 )
 def test_swiglu_matches_float64(tokens, inner, width, dtype, rounded, form):
     if lacks(form, 2 * inner, width, dtype):
@@ -188,9 +198,8 @@ def test_what_does_not_fit_is_an_error():
     x, matrix = operands(129, 8, 64, "bfloat16")
     with pytest.raises(NotImplementedError, match="skinny_linear: .* 1..128 rows, got 129"):
         skinny_linear(x, matrix, jnp.float32, implementation="mosaic")
-    with pytest.raises(NotImplementedError, match="skinny_swiglu: .* 1..128 rows, got 129"):
-        skinny_swiglu(x, matrix, implementation="pallas")
-    for call in (functools.partial(skinny_linear, out_dtype=jnp.float32), skinny_parts):
+    plain = functools.partial(skinny_linear, out_dtype=jnp.float32)
+    for call in (plain, skinny_parts, skinny_swiglu):
         with pytest.raises(NotImplementedError, match="at least one row, got none"):
             call(x[:0], matrix, implementation="pallas")
     with pytest.raises(ValueError, match="implementation: expected auto, xla, pallas or interpret"):
