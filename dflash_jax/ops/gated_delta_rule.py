@@ -44,7 +44,7 @@ def gated_delta_verify(
       value:      [B, W, Hv, Dv].
       decay:      [B, W, Hv, 2] fp32, {g, beta}.
       recurrent:  [slots, Hv, Dv, Dk] fp32, committed states.
-      slot:       [B] int32, state of each row; an idle row has slot >= slots.
+      slot:       [B] int32, state of each row; an idle row's is out of range.
       parent:     [B, W] int32, parent[b, c] < c; column 0 is the root.
       live:       [B] int32, columns that exist; the others come last.
       chain:      promises parent = column - 1 and skips keeping a state per column. Static.
