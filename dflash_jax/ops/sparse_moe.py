@@ -7,6 +7,7 @@ from jax import lax
 
 from dflash_jax.ops.block_scaled_linear import BlockScale, check_scale, dequantise
 from dflash_jax.ops.dispatch import choose_form
+from dflash_jax.ops.indices import DROP
 from dflash_jax.ops.linear import linear
 from dflash_jax.ops.norm import added
 from dflash_jax.pallas import routing as routing_kernel
@@ -319,7 +320,7 @@ def _tiles_of_experts(x, experts, matrices):
         assignment = order[jnp.minimum(place, assignments - 1)]
         result = _swiglu(x[assignment // k], *matrices.of(expert, x.dtype))
         target = jnp.where(live, assignment, assignments)
-        return outputs.at[target].set(result, mode="drop"), None
+        return outputs.at[target].set(result, **DROP), None
 
     steps = -(-bound // _TILES_PER_STEP)
     by_step = jnp.arange(steps * _TILES_PER_STEP, dtype=jnp.int32).reshape(steps, -1)

@@ -102,3 +102,10 @@ def test_a_row_out_of_range_reads_zero_numbers_and_a_table_that_exists(index):
     table = PageTable(ids=ints([4, 5], [6, 7], [8, 9]))
     idle, mapped = table.rows(ints(index, 1)).tolist()
     assert idle in table.ids.tolist() and mapped == [6, 7]
+
+
+def test_no_write_of_the_package_drops_at_one_end_only(repository_root):
+    """jax's bare mode="drop" is the mistake that this file is about."""
+    files = sorted((repository_root / "dflash_jax").rglob("*.py"))
+    bare = [file.name for file in files if 'mode="drop"' in file.read_text("utf-8")]
+    assert bare == [] and files
