@@ -136,6 +136,11 @@ def prompts(models: Models, lengths=PROMPT_LENGTHS, seed: int = 3) -> list[list[
     return [rng.integers(0, models.target.public_vocab, n).tolist() for n in lengths]
 
 
+def outside(size: int) -> tuple[int, ...]:
+    """Indices that an axis of so many entries lacks, at either end."""
+    return -1, -size, -size - 1, -(2**31), size, 2**31 - 1
+
+
 def host(tree):
     """A pytree as NumPy arrays that later donations cannot touch."""
     return jax.tree.map(lambda x: np.array(x), tree)

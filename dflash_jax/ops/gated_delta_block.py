@@ -109,7 +109,7 @@ def gated_delta_block(
       conv:       [slots, kernel - 1, channels], committed inputs, the dtype of all activations.
       taps:       [channels, kernel]. a_log, dt_bias: [Hv]. weight: [Dv]. All fp32.
       recurrent:  [slots, Hv, Dv, Dk] fp32, committed states.
-      slot:       [B] int32, state of each row; an idle row has slot >= slots.
+      slot:       [B] int32, state of each row; an idle row's is out of range.
       parent, live, chain: as in `gated_delta_verify`.
       key_heads:  Hk. eps: of the norm. Static.
       implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernels. Static. Trees

@@ -21,6 +21,7 @@ from jax import lax
 
 from dflash_jax.ops.causal_conv1d import shift_history
 from dflash_jax.ops.dispatch import choose, choose_form
+from dflash_jax.ops.indices import DROP
 from dflash_jax.ops.norm import l2norm
 from dflash_jax.pallas import gated_delta_fold as fold_kernel
 from dflash_jax.pallas import gated_delta_prefill as prefill_kernels
@@ -43,7 +44,7 @@ def gated_delta_verify(
       value:      [B, W, Hv, Dv].
       decay:      [B, W, Hv, 2] fp32, {g, beta}.
       recurrent:  [slots, Hv, Dv, Dk] fp32, committed states.
-      slot:       [B] int32, state of each row; an idle row has slot >= slots.
+      slot:       [B] int32, state of each row; an idle row's is out of range.
       parent:     [B, W] int32, parent[b, c] < c; column 0 is the root.
       live:       [B] int32, columns that exist; the others come last.
       chain:      promises parent = column - 1 and skips keeping a state per column. Static.
@@ -143,14 +144,13 @@ def _fold(
               (("key", key), ("delta", delta), ("decay", decay))}
     inputs["index"] = jnp.arange(path.shape[1], dtype=jnp.int32)
     slots = recurrent.shape[0]
-    inside = (jnp.minimum(read_slot, write_slot) >= 0) & (read_slot < slots)
-    # Past the end, where a write drops: -1 would wrap to the last slot.
-    target = jnp.where(inside & (count > 0), write_slot, slots)
+    writes = (count > 0) & (read_slot >= 0) & (read_slot < slots)
+    target = jnp.where(writes, write_slot, slots)
     source = jnp.minimum(read_slot, slots - 1)
     state = lax.scan(step, recurrent[source], inputs)[0]
     history = shift_history(conv[source], conv_input, path, count)
     return (
-        recurrent.at[target].set(state, mode="drop"), conv.at[target].set(history, mode="drop")
+        recurrent.at[target].set(state, **DROP), conv.at[target].set(history, **DROP)
     )
 
 

@@ -1,13 +1,13 @@
 """Scatters of K or V rows into paged storage and into cyclic rings.
 
-All writes drop dead rows by sending them to an index that is out of range and positive: a negative
-index would wrap to the last page or ring.
+All writes drop dead rows by sending them to an index that is out of range.
 """
 
 import jax
 import jax.numpy as jnp
 
 from dflash_jax.ops.dispatch import choose_form
+from dflash_jax.ops.indices import DROP
 from dflash_jax.pallas import kv_write as kernel
 
 
@@ -17,7 +17,7 @@ def write_pages(pages, rows, table, start, count):
     Args:                                                                  (B rows, T columns)
       pages: [Hkv, num_pages, page, D], any float dtype.
       rows:  [B, T, Hkv, D], dtype of `pages`; columns >= count may hold anything.
-      table: [B, max_pages] int32, page ids; an unmapped entry is num_pages.
+      table: [B, max_pages] int32, page ids; an unmapped entry is out of range.
       start: [B] int32, position of column 0, tokens.
       count: [B] int32, columns to write, 0..T.
     Returns:
@@ -35,7 +35,7 @@ def write_pages(pages, rows, table, start, count):
     page_id = jnp.take_along_axis(table, jnp.minimum(block, table.shape[1] - 1), axis=1)
     page_id = jnp.where(mapped, page_id, num_pages)
     return pages.at[:, page_id, position % page].set(
-        jnp.transpose(rows, (2, 0, 1, 3)), mode="drop"
+        jnp.transpose(rows, (2, 0, 1, 3)), **DROP
     )
 
 
@@ -84,7 +84,7 @@ def write_ring(ring, rows, slot, start, count):
     Args:                                                                  (B rows, T columns)
       ring:  [slots, Hkv, S, D], any float dtype.
       rows:  [B, T, Hkv, D], dtype of `ring`; columns >= count may hold anything.
-      slot:  [B] int32, ring of each row; an idle row has slot >= slots.
+      slot:  [B] int32, ring of each row; an idle row's is out of range.
       start: [B] int32, position of column 0, tokens.
       count: [B] int32, columns that exist, 0..T.
     Returns:
@@ -104,7 +104,7 @@ def write_ring(ring, rows, slot, start, count):
         columns = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape[:2])
     live = columns < count[:, None]
     index = jnp.where(live, (start[:, None] + columns) % capacity, capacity)
-    return ring.at[slot[:, None], :, index].set(rows, mode="drop")
+    return ring.at[slot[:, None], :, index].set(rows, **DROP)
 
 
 def _check(name: str, store: jax.Array, rows: jax.Array) -> None:

@@ -7,6 +7,7 @@ from jax import lax
 
 from dflash_jax.ops.block_scaled_linear import BlockScale, check_scale, dequantise
 from dflash_jax.ops.dispatch import choose_form
+from dflash_jax.ops.indices import DROP
 from dflash_jax.ops.linear import linear
 from dflash_jax.ops.norm import added
 from dflash_jax.pallas import routing as routing_kernel
@@ -139,7 +140,10 @@ def expert_parts(x, routing, matrices, shared=None, *, implementation="auto"):
       matrices: `Matrices` in the dtype of x or float8_e4m3fn.
       shared:   `Matrices` with E = 1 of an expert of all tokens, which counts `routing.shared`;
                 its I may differ. None without one.
-      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static.
+      implementation: "xla", "pallas", "interpret" or "auto": on a GPU the kernel. Static. That of
+                the routed experts. A kernel's launches also take `shared`, for up to 128 tokens,
+                if its I, dtypes and columns of blocks are those of `matrices`. It has no kernel of
+                its own: otherwise its two products are XLA's, whatever form the others have.
     Returns:
       [parts, T, H] fp32: y is their sum in this order, so that whoever adds y to something needs no
       launch of its own for it. How many there are depends on the implementation. A token's result
@@ -191,7 +195,7 @@ def _parts_of_few(x, routing, matrices, shared, interpret: bool):
 
 
 def _shared_part(x, routing, shared):
-    """[T, H] fp32 of the expert of all tokens."""
+    """[T, H] fp32 of the expert of all tokens, in launches of its own."""
     # Apart: XLA would join the router's product with this one, and their matrices every time.
     rows = lax.optimization_barrier(x)[None]
     return routing.shared[:, None] * _swiglu(rows, *shared.of(None, x.dtype))[0]
@@ -319,7 +323,7 @@ def _tiles_of_experts(x, experts, matrices):
         assignment = order[jnp.minimum(place, assignments - 1)]
         result = _swiglu(x[assignment // k], *matrices.of(expert, x.dtype))
         target = jnp.where(live, assignment, assignments)
-        return outputs.at[target].set(result, mode="drop"), None
+        return outputs.at[target].set(result, **DROP), None
 
     steps = -(-bound // _TILES_PER_STEP)
     by_step = jnp.arange(steps * _TILES_PER_STEP, dtype=jnp.int32).reshape(steps, -1)

@@ -81,7 +81,7 @@ def inputs(
 
     Args:
       projected, gates: in parts [_, B, W, ...], which are added up here.
-      conv: [slots, taps - 1, channels], rows of `slot` [B]; an idle row reads the last one.
+      conv: [slots, taps - 1, channels], rows of `slot` [B]; what an idle row reads is dead.
     Returns:
       query, key, value in conv's dtype (normalised: fp32), decay fp32 and conv_input, each column
       made of itself and of columns before it.
@@ -121,7 +121,7 @@ def _kernel(sizes: Sizes, first_gate: int, blocks: tuple[int, int], columns: int
         query, key, value, decay, conv_input = outs
         row, part = pl.program_id(0), pl.program_id(1)
         column = pl.program_id(2) * columns + jnp.arange(columns, dtype=jnp.int32)
-        place = jnp.minimum(slot[row], conv.shape[0] - 1)
+        place = jnp.clip(slot[row], 0, conv.shape[0] - 1)
 
         def convolved(begin, block):
             """SiLU of some channels, and which they are."""

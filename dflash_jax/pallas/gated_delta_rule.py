@@ -150,7 +150,7 @@ def verify(query, key, value, decay, recurrent, slot, parent, live, *, interpret
         *trail, out, kept = rest
         row, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         begin, count = part * frame.rows, live[row]
-        source = jnp.minimum(slot[row], pool.shape[0] - 1)
+        source = jnp.clip(slot[row], 0, pool.shape[0] - 1)
 
         def vector(vectors, index):
             return frame.vector(vectors, row, index, head // (value_heads // vectors.shape[2]))

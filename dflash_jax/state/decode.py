@@ -19,8 +19,8 @@ from dflash_jax.state.target import TargetState
 class Rows:
     """Which lane and slots each row of the compact batch uses; an idle row is out of range.
 
-    lane:       [B] int32, the live request; idle: >= lanes.
-    read_slot:  [B] int32, state image that verify and the fold read; idle: >= slots.
+    lane:       [B] int32, the live request; idle: lanes or more, or negative.
+    read_slot:  [B] int32, state image that verify and the fold read; idle: likewise, by slots.
     write_slot: [B] int32, state image that is written, and the row's rings. It differs from
       read_slot only between a fork and its first commit or prefill chunk.
     """

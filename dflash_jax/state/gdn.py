@@ -6,6 +6,7 @@ from flax import struct
 
 from dflash_jax.config import GdnConfig
 from dflash_jax.ops.gated_delta_rule import gated_delta_folds
+from dflash_jax.ops.indices import DROP
 
 
 @struct.dataclass
@@ -26,7 +27,7 @@ class GdnState:
         return cls(recurrent=jnp.zeros(recurrent, jnp.float32), conv=jnp.zeros(conv, conv_dtype))
 
     def rows(self, slot) -> "GdnState":
-        """The images of B rows, leading axis B; an idle row reads the last slot's."""
+        """The images of B rows, leading axis B; what an idle row reads is dead."""
         index = jnp.minimum(slot, self.recurrent.shape[0] - 1)
         return GdnState(recurrent=self.recurrent[index], conv=self.conv[index])
 
@@ -34,8 +35,8 @@ class GdnState:
         """Writes the rows whose count is not 0; slots out of range drop."""
         slot = jnp.where(count > 0, slot, self.recurrent.shape[0])
         return GdnState(
-            recurrent=self.recurrent.at[slot].set(image.recurrent, mode="drop"),
-            conv=self.conv.at[slot].set(image.conv, mode="drop"),
+            recurrent=self.recurrent.at[slot].set(image.recurrent, **DROP),
+            conv=self.conv.at[slot].set(image.conv, **DROP),
         )
 
 

@@ -47,7 +47,7 @@ def write_all(
 class PageTable:
     """Pages of every lane.
 
-    ids: [lanes, max_pages] int32; an unmapped entry is the page count of the pool, never -1.
+    ids: [lanes, max_pages] int32; an unmapped entry is the page count of the pool.
     """
 
     ids: jax.Array
@@ -57,5 +57,5 @@ class PageTable:
         return cls(ids=jnp.full((lanes, max_pages), num_pages, jnp.int32))
 
     def rows(self, lane):
-        """[B, max_pages] int32 of the given lanes; an idle row reads the last lane's."""
-        return self.ids[jnp.minimum(lane, self.ids.shape[0] - 1)]
+        """[B, max_pages] int32 of the given lanes; an idle row reads some lane's."""
+        return self.ids[jnp.clip(lane, 0, self.ids.shape[0] - 1)]

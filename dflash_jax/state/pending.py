@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dflash_jax.ops.indices import DROP
+
 
 @struct.dataclass
 class PendingFeatures:
@@ -33,6 +35,6 @@ class PendingFeatures:
         lane = jnp.where(count > 0, lane, lanes)
         return PendingFeatures(
             features=self.features.at[lane[:, None], index].set(
-                features[:, : column.shape[0]], mode="drop"
+                features[:, : column.shape[0]], **DROP
             )
         )

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dflash_jax.ops.indices import DROP, FILL
 from dflash_jax.state.scratch import RoundExtent
 
 
@@ -48,22 +49,19 @@ class SequenceState:
         )
 
     def gather(self, lane) -> "SequenceState":
-        """The numbers of B rows; a row whose lane is out of range is idle (all zero)."""
-        lanes = self.frontier.shape[0]
+        """The numbers of B rows; those of a row that is not live are all zero."""
+        return jax.tree.map(lambda x: x.at[lane].get(fill_value=0, **FILL), self)
 
-        def take(x):
-            rows = x[jnp.minimum(lane, lanes - 1)]
-            live = (lane < lanes).reshape(-1, *(1,) * (x.ndim - 1))
-            return jnp.where(live, rows, jnp.zeros((), x.dtype))
-
-        return jax.tree.map(take, self)
+    def live(self, lane):
+        """[B] bool: whether a row has a lane; one whose lane is out of range is idle."""
+        return (lane >= 0) & (lane < self.frontier.shape[0])
 
     def put(self, lane, where, **fields) -> "SequenceState":
         """Writes the named fields of rows where `where` holds; other lanes are unchanged."""
         target = jnp.where(where, lane, self.frontier.shape[0])
         return self.replace(
             **{
-                name: getattr(self, name).at[target].set(value, mode="drop")
+                name: getattr(self, name).at[target].set(value, **DROP)
                 for name, value in fields.items()
             }
         )
@@ -72,14 +70,14 @@ class SequenceState:
         """Adds the first `count` of each row's tokens [B, T] to its counts."""
         live = jnp.arange(tokens.shape[1])[None, :] < count[:, None]
         target = jnp.where(live, tokens, self.counts.shape[1])
-        counts = self.counts.at[lane[:, None], target].add(1, mode="drop")
+        counts = self.counts.at[lane[:, None], target].add(1, **DROP)
         return self.replace(counts=counts)
 
     def mark_prompt(self, lane, tokens, count) -> "SequenceState":
         """Marks the first `count` of each row's tokens [B, T] as seen in the prompt."""
         live = jnp.arange(tokens.shape[1])[None, :] < count[:, None]
         target = jnp.where(live, tokens, self.prompt_seen.shape[1])
-        seen = self.prompt_seen.at[lane[:, None], target].set(True, mode="drop")
+        seen = self.prompt_seen.at[lane[:, None], target].set(True, **DROP)
         return self.replace(prompt_seen=seen)
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dflash_jax.ops.indices import DROP
 from dflash_jax.ops.vocab import public_argmax
 from dflash_jax.sampling.distribution import adjusted_logits, target_distribution
 from dflash_jax.sampling.order import inverse_cdf
@@ -128,7 +129,7 @@ def _residual(p, proposal, accepted):
     ids = jnp.take_along_axis(proposal.candidates, place, axis=1)[:, 0]
     q = jnp.take_along_axis(proposal.q, place, axis=1)[:, 0]
     rows = jnp.arange(len(ids))[:, None]
-    return jnp.maximum(p.at[rows, ids].add(-q, mode="drop"), 0.0)
+    return jnp.maximum(p.at[rows, ids].add(-q, **DROP), 0.0)
 
 
 def _prefix(passes, proposals):

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from dflash_jax.ops.indices import DROP
 from dflash_jax.ops.softmax_attention import ancestor_mask
 from dflash_jax.ops.vocab import public_argmax
 from dflash_jax.sampling.distribution import Law, adjusted_logits, target_distribution
@@ -142,7 +143,7 @@ def _parents_of(child, proposal: Proposal):
     column = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), child.shape)
     place = jnp.where(child, proposal.parent, columns)
     rows = jnp.arange(batch)[:, None]
-    return jnp.zeros(child.shape, jnp.int32).at[rows, place].set(column, mode="drop")
+    return jnp.zeros(child.shape, jnp.int32).at[rows, place].set(column, **DROP)
 
 
 def _sampled_children(law: Law, proposal, sequence, tree: _Tree, paths: int) -> _Judged:
@@ -219,7 +220,7 @@ def _terminal(law: Law, judged: _Judged, proposal, sequence, last, top):
     refused, depth = judged.refused[rows, last], proposal.depth[rows, last]
     place = jnp.minimum(depth, proposal.candidates.shape[1] - 1)
     residual = p.at[rows[:, None], proposal.candidates[rows, place]].set(
-        judged.left[rows, last], mode="drop"
+        judged.left[rows, last], **DROP
     )
     residual = jnp.where(refused[:, None], residual, p)
     purpose = jnp.where(refused, Purpose.CORRECTION, Purpose.BONUS).astype(jnp.int32)

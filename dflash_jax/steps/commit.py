@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.ops.indices import DROP
 from dflash_jax.state.decode import DecodeState, Rows
 from dflash_jax.state.gdn import fold
 from dflash_jax.state.pages import write_all
@@ -31,6 +32,7 @@ def commit(
     verification, path = scratch.verification, scratch.acceptance.path
     path = jnp.minimum(path, verification.hidden.shape[1] - 1)
     before = state.sequence.gather(rows.lane)
+    committed = jnp.where(state.sequence.live(rows.lane), committed, 0)
     table = state.target_table.rows(rows.lane)
 
     def along(x):
@@ -48,7 +50,7 @@ def commit(
     hidden = jnp.take_along_axis(along(verification.hidden), last[:, :, None], axis=1)[:, 0]
     slot = jnp.where(committed > 0, rows.write_slot, state.target.continuation.shape[0])
     target = state.target.replace(
-        kv=kv, gdn=gdn, continuation=state.target.continuation.at[slot].set(hidden, mode="drop")
+        kv=kv, gdn=gdn, continuation=state.target.continuation.at[slot].set(hidden, **DROP)
     )
 
     outputs = scratch.acceptance.outputs

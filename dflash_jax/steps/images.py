@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from dflash_jax.ops.indices import DROP
 from dflash_jax.state.decode import DecodeState, Rows
 from dflash_jax.state.gdn import GdnState
 from dflash_jax.state.pages import KVPages
@@ -74,7 +75,7 @@ def resume(state: DecodeState, rows: Rows, resumption: Resumption) -> DecodeStat
 
     Donates `state`. Counts and prompt marks follow from the ids alone.
     """
-    live = rows.lane < state.sequence.frontier.shape[0]
+    live = state.sequence.live(rows.lane)
     sequence = state.sequence.put(
         rows.lane,
         live,
@@ -97,7 +98,7 @@ def resume(state: DecodeState, rows: Rows, resumption: Resumption) -> DecodeStat
         "draft_table": (state.draft_table, resumption.draft_pages),
     }
     mapped = {
-        name: table.replace(ids=table.ids.at[rows.lane].set(pages, mode="drop"))
+        name: table.replace(ids=table.ids.at[rows.lane].set(pages, **DROP))
         for name, (table, pages) in tables.items()
     }
     return state.replace(sequence=sequence, **mapped)
@@ -130,7 +131,7 @@ def write_slot(state: DecodeState, slot, image: SlotImage) -> DecodeState:
     """Puts an image into a slot. Donates `state`."""
 
     def put(x, one):
-        return x.at[slot].set(one, mode="drop")
+        return x.at[slot].set(one, **DROP)
 
     target = state.target.replace(
         gdn=jax.tree.map(put, state.target.gdn, image.gdn),
@@ -145,7 +146,7 @@ def write_pages(state: DecodeState, target_ids, draft_ids, group: PageGroup) -> 
     """Puts pages into the pools; ids [n] int32, out of range ones drop. Donates `state`."""
 
     def put(ids):
-        return lambda x, some: x.at[:, ids].set(some, mode="drop")
+        return lambda x, some: x.at[:, ids].set(some, **DROP)
 
     target = jax.tree.map(put(target_ids), state.target.kv, group.target)
     draft = jax.tree.map(put(draft_ids), state.context.pages, group.draft)

@@ -8,6 +8,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from dflash_jax.ops.indices import DROP
 from dflash_jax.ops.vocab import public_argmax
 from dflash_jax.sampling.distribution import adjusted_logits, target_distribution
 from dflash_jax.sampling.order import inverse_cdf
@@ -79,7 +80,7 @@ def begin(models: Models, state: DecodeState, rows: Rows, admission: Admission) 
     Rings, pages and pending features keep their old bytes: they are dead until written again.
     """
     del models
-    live = rows.lane < state.sequence.frontier.shape[0]
+    live = state.sequence.live(rows.lane)
     zero = jnp.zeros_like(admission.remaining)
     sequence = state.sequence.put(
         rows.lane,
@@ -105,7 +106,7 @@ def begin(models: Models, state: DecodeState, rows: Rows, admission: Admission) 
         "draft_table": (state.draft_table, admission.draft_pages),
     }
     mapped = {
-        name: table.replace(ids=table.ids.at[rows.lane].set(pages, mode="drop"))
+        name: table.replace(ids=table.ids.at[rows.lane].set(pages, **DROP))
         for name, (table, pages) in tables.items()
     }
     return state.replace(sequence=sequence, target=target, **mapped)
@@ -123,6 +124,7 @@ def prefill_chunk(
     Source: contracts 4.5 and 10.
     """
     before = state.sequence.gather(rows.lane)
+    chunk = chunk.replace(length=jnp.where(state.sequence.live(rows.lane), chunk.length, 0))
     table = state.target_table.rows(rows.lane)
     columns = TargetColumns.chained(
         positions=chunk.positions, frontier=before.frontier, live=chunk.length, table=table,
@@ -148,7 +150,7 @@ def prefill_chunk(
     hidden = jnp.take_along_axis(output.hidden, last, axis=1)[:, 0]
     slot = jnp.where(chunk.length > 0, rows.write_slot, state.target.continuation.shape[0])
     target = state.target.replace(
-        kv=kv, gdn=gdn, continuation=state.target.continuation.at[slot].set(hidden, mode="drop")
+        kv=kv, gdn=gdn, continuation=state.target.continuation.at[slot].set(hidden, **DROP)
     )
     sequence = state.sequence.mark_prompt(rows.lane, chunk.tokens, chunk.length)
     sequence = sequence.put(
@@ -173,7 +175,7 @@ def first_token(
       forbids everything). Its anchor means nothing and must not be published.
     Source: contracts 10 and 9.5.
     """
-    live = rows.lane < state.sequence.frontier.shape[0]
+    live = state.sequence.live(rows.lane)
     continuation = state.target.continuation
     hidden = continuation[jnp.minimum(rows.write_slot, continuation.shape[0] - 1)]
     logits = target_call(models, params, "logits", hidden)[:, None]

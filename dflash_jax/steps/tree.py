@@ -21,6 +21,7 @@ from flax import struct
 from jax import lax
 
 from dflash_jax.ops.candidate_selector import Walk, edge_law
+from dflash_jax.ops.indices import DROP
 from dflash_jax.sampling.uniform import Purpose, uniform
 from dflash_jax.state.scratch import Proposal
 from dflash_jax.state.sequence import SequenceState
@@ -68,7 +69,7 @@ class _Growth:
         rows, target = jnp.arange(len(column)), jnp.where(where, column, self.rank.shape[1])
         return self.replace(
             **{
-                name: getattr(self, name).at[rows, target].set(value, mode="drop")
+                name: getattr(self, name).at[rows, target].set(value, **DROP)
                 for name, value in fields.items()
             }
         )

@@ -184,7 +184,7 @@ def test_dead_columns_never_leak(chain, form, poison):
 
 
 @CASES
-@pytest.mark.parametrize("idle", [8, 2**31 - 1])
+@pytest.mark.parametrize("idle", [8, 2**31 - 1, -1, -8, -(2**31)])
 def test_rows_read_their_slot_and_idle_rows_none(chain, form, idle):
     """States lie anywhere in a pool of NaN; a row whose slot is out of range has no live column."""
     columns, state = make_columns(BATCH, WIDTH), make_state(BATCH)

@@ -88,7 +88,7 @@ def test_e8_page_positions_past_the_table_are_dropped():
     assert_same_bits(actual, expected)
 
 
-@pytest.mark.parametrize("unmapped", [NUM_PAGES, NUM_PAGES + 3, 2**31 - 1])
+@pytest.mark.parametrize("unmapped", [NUM_PAGES, 2**31 - 1, -1, -NUM_PAGES, -(2**31)])
 def test_an_idle_row_writes_no_page(unmapped):
     pages = distinct((HEADS, NUM_PAGES, PAGE, DIM), "bfloat16")
     rows = np.full((3, 6, HEADS, DIM), -1.0, pages.dtype)
@@ -234,7 +234,7 @@ def test_ring_rows_past_the_count_may_hold_anything():
         assert_same_bits(actual, oracle.write_ring(ring, rows, slot, start, count))
 
 
-@pytest.mark.parametrize("idle", [3, 4, 1000, 2**31 - 1])
+@pytest.mark.parametrize("idle", [3, 4, 1000, 2**31 - 1, -1, -3, -4, -(2**31)])
 def test_j16_an_idle_row_writes_no_ring_and_never_wraps_to_the_last(idle):
     ring = distinct((3, HEADS, 4, DIM), "float32")
     for length in (3, 9):

@@ -274,7 +274,7 @@ def test_no_live_column_gives_all_zero(causal):
     assert_same_bits(actual, np.zeros_like(actual))
 
 
-@pytest.mark.parametrize("idle", [8, 9, 2**31 - 1])
+@pytest.mark.parametrize("idle", [8, 9, 2**31 - 1, -1, -8, -(2**31)])
 def test_j16_an_idle_row_with_a_slot_out_of_range_gives_zero(idle):
     case = make_case(DRAFT, window=8, width=5, poison="nan")
     others = run(case, window=8, causal=False)

@@ -11,6 +11,7 @@ from dflash_jax.ops.block_scaled_linear import BlockScale
 from dflash_jax.pallas import sparse_moe_tiles
 from tests.oracles import block_scaled_linear as blocks
 from tests.oracles import sparse_moe as oracle
+from tests.pallas import h200
 from tests.tolerances import BF16_CHAIN, BF16_MATMUL, FP32_CHAIN, as_float64, assert_close
 
 TOLERANCE = {"bfloat16": BF16_MATMUL, "float32": FP32_CHAIN}
@@ -359,6 +360,24 @@ def test_routed_and_shared_experts_add_up_to_the_oracle(tokens, k, inner, dtype,
     assert_close(np.sum(parts, axis=0), expected, TOLERANCE[dtype])
     dirty = run(x.at[tokens - 1].set(jnp.nan))
     assert np.array_equal(dirty[:, : tokens - 1], parts[:, : tokens - 1])
+
+
+@pytest.mark.parametrize(
+    "tokens, inner, products", [(128, 32, 0), (128, 48, 2), (129, 32, 2), (129, None, 0)]
+)
+def test_a_shared_expert_has_products_of_its_own_where_the_kernels_do_not_take_it(
+    tokens, inner, products
+):
+    """It shares their launches if it is stored like the others and tokens are few."""
+    x, logits, gate_up, down = arrays(tokens, experts=9, hidden=48, inner=32)
+    matrices = moe.Matrices(gate_up=gate_up, down=down)
+    shared = None if inner is None else shared_expert(48, inner, "float32")[0]
+    routing = moe.Routing(
+        experts=jnp.zeros((tokens, 1), jnp.int32), weights=logits[:, :1], shared=logits[:, 0]
+    )
+    call = functools.partial(moe.expert_parts, implementation="pallas")
+    text = h200.lowered(call, x, routing, matrices, shared)
+    assert text.count("stablehlo.dot_general") == products
 
 
 @ROUTE_FORMS

@@ -132,7 +132,7 @@ def test_the_exact_policy_rounds_nothing_to_sixteen_bits(form):
 
 
 @FORMS
-@pytest.mark.parametrize("idle", [SLOTS, SLOTS + 7, FAR])
+@pytest.mark.parametrize("idle", [SLOTS, SLOTS + 7, FAR, -1, -SLOTS])
 def test_idle_rows_write_no_ring(idle, form):
     slot = np.array([idle, 1, idle], np.int32)
     check(*inputs(4, (False,)), (0, 3, 9), (4, 2, 4), (False,), False, form, slot=slot)

@@ -78,6 +78,17 @@ class Session:
         lane = np.array([*lanes, *[run.lanes] * idle], np.int32)
         return Rows(lane=jnp.array(lane), read_slot=jnp.array(slot), write_slot=jnp.array(slot))
 
+    def nobody(self, which: int) -> Rows:
+        """Three rows without a lane: with no slot either (0, 1), or with slots that exist (2)."""
+        run = self.models.run
+
+        def three(size):
+            ends = cases.outside(size)
+            return jnp.array(np.array(ends[3 * (which % 2) :][:3], np.int32))
+
+        slots = three(run.slots) if which < 2 else jnp.arange(3, dtype=jnp.int32)
+        return Rows(lane=three(run.lanes), read_slot=slots, write_slot=slots)
+
     def admission(self, lanes, budgets, capacities, rope_delta=0) -> Admission:
         """Admission of a batch's rows; idle rows get zeros."""
         batch = self.models.run.batch

@@ -40,9 +40,10 @@ def verified():
     return models, cases.host(state), rows, scratch, session
 
 
-def committed(counts, scratch=None, path=None):
+def committed(counts, scratch=None, path=None, rows=None):
     """The state after committing `counts` of the round of `verified`, as NumPy arrays."""
-    models, state, rows, found, _ = verified()
+    models, state, own, found, _ = verified()
+    rows = rows or own
     scratch = scratch or found
     if path is not None:
         acceptance = scratch.acceptance.replace(path=jnp.array(np.array(path, np.int32)))
@@ -53,6 +54,12 @@ def committed(counts, scratch=None, path=None):
 
 def test_nothing_committed_leaves_every_byte():
     assert_same_bytes(committed([0, 0, 0]), verified()[1])
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_rows_without_a_lane_commit_nothing_whatever_the_counts(which):
+    _, before, _, _, session = verified()
+    assert_same_bytes(committed([2, 8, 1], rows=session.nobody(which)), before)
 
 
 def test_rows_of_zero_and_other_lanes_keep_every_byte():

@@ -29,10 +29,10 @@ def scene(draft):
     return session, cases.host(session.state)
 
 
-def materialized(draft, lanes=LANES, state=None):
+def materialized(draft, lanes=LANES, state=None, rows=None):
     session, before = scene(draft)
     state = jax.tree.map(jnp.array, state or before)
-    rows = session.rows(list(lanes))
+    rows = rows or session.rows(list(lanes))
     return cases.host(materialize(session.models, session.params, state, rows))
 
 
@@ -107,7 +107,9 @@ def test_materializing_twice_changes_nothing(draft):
 
 @pytest.mark.parametrize("draft", CASES)
 def test_idle_rows_change_nothing(draft):
-    assert_same_bytes(materialized(draft, lanes=()), scene(draft)[1])
+    session, before = scene(draft)
+    for rows in (session.rows([]), *map(session.nobody, range(3))):
+        assert_same_bytes(materialized(draft, rows=rows), before)
 
 
 @pytest.mark.parametrize("draft", CASES)

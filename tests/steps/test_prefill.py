@@ -90,6 +90,29 @@ def test_idle_rows_and_empty_chunks_change_nothing():
         assert_same_bytes(cases.host(after), before)
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_rows_without_a_lane_change_nothing_whatever_they_bring(which):
+    """Whole chunks and pages for lanes that do not exist, negative ones too, with slots or not."""
+    models = cases.tiny_models("moe", "dflash", 7, 3)
+    state, _ = prefilled("moe", "dflash", False)
+    pending = state.pending.replace(features=state.pending.features[:, :8])
+    before = state.replace(pending=pending)
+    session = Session(models, cases.leaning_params(models))
+    tokens = np.full((3, cases.CHUNK), 5, np.int32)
+    chunk = PrefillChunk.text(models, tokens, [cases.CHUNK] * 3, [0, 0, 0])
+    for step, rest in (
+        (begin, {"admission": session.admission([0, 1, 2], [9, 9, 9], [40, 40, 40])}),
+        (prefill_chunk, {"params": session.params, "chunk": chunk}),
+        (first_token, {"params": session.params, "sampling": SamplingArrays.greedy(3)}),
+    ):
+        rows = session.nobody(which)
+        after = step(models, state=jax.tree.map(jnp.array, before), rows=rows, **rest)
+        if step is first_token:
+            after, fault = after
+            assert not fault.any()
+        assert_same_bytes(cases.host(after), before)
+
+
 # --- replaced embeddings, three-axis positions, rotation offset: one row, 24 columns ---
 
 TOKENS, PLAIN = 24, ("dense", None, 0, 1)
