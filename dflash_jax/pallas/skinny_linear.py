@@ -36,7 +36,7 @@ MOST_MEASURED = 64  # tokens up to which it was compared with XLA's products
 TILE = 64  # matrix rows of the smaller tile
 FEW_TOKENS = 16  # which leave room for long steps
 _LONG = 128  # entries of a long step
-_PARTS = (1, 2, 3, 4, 8)
+_PARTS = (1, 2, 3, 4)
 _BEST_PROGRAMS = 260
 _PROGRAMS = 260
 _LEAST_PROGRAMS = 0.8 * PROCESSORS
@@ -116,15 +116,16 @@ class Plan:
                 rows, width, tokens, step=tiles.step, slots=_PROGRAMS, tiles=(128, TILE)
             )
             return cls(rows=count, parts=parts, tiles=tiles)
-        tiles_of_rows, steps = pl.cdiv(rows, TILE), width // _LONG if width % _LONG == 0 else 1
+        steps = width // _LONG if width % _LONG == 0 else 1
         choices = [n for n in _PARTS if n == 1 or steps % n == 0 and steps >= 2 * n]
-        parts = min(choices, key=lambda n: abs(math.log(n * tiles_of_rows / _BEST_PROGRAMS)))
+        programs = {n: n * pl.cdiv(rows, TILE) for n in choices}
+        parts = min(choices, key=lambda n: abs(math.log(programs[n] / _BEST_PROGRAMS)))
         # Very few tokens leave room for long steps, and so do programs that all run at once.
         few = tokens <= FEW_TOKENS
-        long = width % _LONG == 0 and (few or parts * tiles_of_rows <= _PROGRAMS)
+        long = width % _LONG == 0 and (few or programs[parts] <= _PROGRAMS)
+        deep = not long or few and parts == 1 or programs[parts] <= PROCESSORS
         tiles = dataclasses.replace(
-            tiles, step=_LONG if long else 64, num_warps=4,
-            num_stages=3 if long and not (few and parts == 1) else 4,
+            tiles, step=_LONG if long else 64, num_warps=4, num_stages=4 if deep else 3
         )
         return cls(rows=TILE, parts=parts, tiles=tiles)
 
