@@ -12,6 +12,7 @@ from dflash_jax.pallas import skinny_linear as kernel
 from dflash_jax.pallas.tiling import PROCESSORS
 
 _LARGE, _LARGE_FOR_ONE = 8 << 20, 32 << 20  # bytes of a matrix, for several tokens and for one
+_LARGE_TO_MIX = 128 << 20
 
 
 def skinny_linear(x, matrix, out_dtype, *, residual=None, implementation="auto"):
@@ -128,11 +129,11 @@ def _pays(tokens: int, rows: int, width: int, dtype) -> bool:
 def _mixing_pays(tokens: int, rows: int, width: int, dtype) -> bool:
     """Whether the kernel was faster than XLA's product and mixing: few rows of x, a large matrix.
 
-    83.3 us of one row and 83.7 of eight for 34816 x 5120 on an H200, against 87.0 and 86.6; with 64
-    rows XLA is faster."""
+    On an H200 83.2 us of one row, 83.8 of eight and 84.6 of sixteen for 34816 x 5120, against 88.4,
+    86.8 and 86.5; 12288 x 2048 takes as long in XLA, and 64 rows take longer here."""
     itemsize = jnp.dtype(dtype).itemsize
     few = 0 < tokens <= kernel.FEW_TOKENS
-    return itemsize == 2 and few and rows * width * itemsize >= _LARGE_FOR_ONE
+    return itemsize == 2 and few and rows * width * itemsize >= _LARGE_TO_MIX
 
 
 _PAYS = {"skinny_parts": _pays, "skinny_swiglu": _mixing_pays}

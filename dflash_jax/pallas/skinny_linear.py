@@ -202,11 +202,8 @@ class MixedTiles:
             )
             return cls(rows, tiles)
         step, stages = (_LONG, 3) if width % _LONG == 0 else (64, 4)
-        enough = pl.cdiv(inner, TILE) >= PROCESSORS
-        return cls(
-            rows=TILE if enough else TILE // 2,
-            tiles=dataclasses.replace(tiles, step=step, num_warps=4, num_stages=stages),
-        )
+        tiles = dataclasses.replace(tiles, step=step, num_warps=4, num_stages=stages)
+        return cls(TILE, tiles)
 
 
 @shared("rounded", "interpret", "tiles")

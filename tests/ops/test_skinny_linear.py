@@ -109,7 +109,7 @@ def test_auto_takes_the_kernel_where_it_was_faster(tokens, rows, width, dtype, p
     [
         (1, 34816, 5120, "bfloat16", True), (16, 34816, 5120, "bfloat16", True),
         (17, 34816, 5120, "bfloat16", False), (8, 34816, 5120, "float32", False),
-        (8, 1024, 2048, "bfloat16", False), (0, 34816, 5120, "bfloat16", False),
+        (8, 12288, 2048, "bfloat16", False), (0, 34816, 5120, "bfloat16", False),
     ],
 )
 def test_auto_mixes_inside_the_product_where_it_was_faster(tokens, rows, width, dtype, pays):
