@@ -79,10 +79,14 @@ def store_context(
         raise ValueError(f"stores, paged: expected {layers}, got {len(stores)}, {len(paged)}")
     (first, _), heads_axis = stores[0], 0 if paged[0] else 1
     kv_heads = first.shape[heads_axis]
-    parts = projected if projected.ndim == 4 else projected[None]
-    tokens, width = parts.shape[2:]
-    if width != layers * 2 * kv_heads * dim:
-        raise ValueError(f"projected: expected {layers * 2 * kv_heads * dim} rows, got {width}")
+    batch, width = slot.shape[0], layers * 2 * kv_heads * dim
+    lines = start.shape[0], count.shape[0], table.shape[0]
+    if lines != (batch,) * 3:
+        raise ValueError(f"start, count, table: expected {batch} rows, got {lines}")
+    shape = projected.shape
+    if len(shape) not in (3, 4) or (shape[-3], shape[-1]) != (batch, width):
+        raise ValueError(f"projected: expected [..., {batch}, T, {width}], got {shape}")
+    parts, tokens = projected if len(shape) == 4 else projected[None], shape[-2]
     lacking = None if kernel.supports(dim) else f"heads of a power of two, got {dim}"
     form = choose_form("context_kv_materialize", implementation, lacking, auto_gpu="pallas")
     if form != "xla":

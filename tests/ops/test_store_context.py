@@ -173,8 +173,16 @@ def test_what_does_not_fit_is_an_error():
     start = np.zeros(3, np.int32)
     rest = (SLOT, TABLE, start, start)
     options = dict(paged=(False,), eps=EPS, theta=THETA, rounded=False)
-    with pytest.raises(ValueError, match="projected: expected"):
-        store_context(projected[..., 1:], key_norm, stores, *rest, **options)
+    for wrong in (
+        projected[..., 1:], projected[:2], projected[None, :2], projected[0], projected[None, None],
+    ):
+        for form in ("xla", "interpret"):
+            with pytest.raises(ValueError, match=r"projected: expected \[\.\.\., 3, T, 32\]"):
+                store_context(wrong, key_norm, stores, *rest, **options, implementation=form)
+    for place in range(1, 4):
+        short = [array[:2] if index == place else array for index, array in enumerate(rest)]
+        with pytest.raises(ValueError, match="start, count, table: expected 3 rows"):
+            store_context(projected, key_norm, stores, *short, **options)
     with pytest.raises(ValueError, match="stores, paged: expected 1, got 2, 1"):
         store_context(projected, key_norm, stores * 2, *rest, **options)
     odd = inputs(2, (False,), dim=6)
