@@ -91,7 +91,7 @@ def choose_experts(
         )
     count = router.shape[0] if experts is None else experts
     _check_choice(router.shape[0], count, experts_per_token, shared)
-    form = _choose_route(implementation, count, experts_per_token)
+    form = _choose_route(implementation, len(x), count, experts_per_token)
     parts = _router_parts(x, router, implementation if product is None else product)
     return _routed(parts, count, experts_per_token, shared, form)
 
@@ -118,7 +118,7 @@ def route(logits, experts_per_token, *, experts=None, shared=False, implementati
         raise ValueError(f"logits: expected float32 [T, E], got {logits.dtype} {logits.shape}")
     count = logits.shape[1] if experts is None else experts
     _check_choice(logits.shape[1], count, experts_per_token, shared)
-    form = _choose_route(implementation, count, experts_per_token)
+    form = _choose_route(implementation, len(logits), count, experts_per_token)
     return _routed(logits[None], count, experts_per_token, shared, form)
 
 
@@ -246,10 +246,10 @@ def _check_choice(columns: int, experts: int, chosen: int, shared: bool) -> None
         )
 
 
-def _choose_route(implementation: str, experts: int, chosen: int) -> str:
-    lacking = None if routing_kernel.supports(experts, chosen) else (
-        f"at most {routing_kernel.MAX_EXPERTS} experts and {routing_kernel.MAX_CHOSEN} of them a "
-        f"token, got {experts} and {chosen}"
+def _choose_route(implementation: str, tokens: int, experts: int, chosen: int) -> str:
+    lacking = None if routing_kernel.supports(tokens, experts, chosen) else (
+        f"tokens, and at most {routing_kernel.MAX_EXPERTS} experts and {routing_kernel.MAX_CHOSEN} "
+        f"of them each; got {tokens} tokens, {experts} and {chosen}"
     )
     return choose_form("route", implementation, lacking, auto_gpu="pallas")
 

@@ -1,8 +1,8 @@
 """The experts of every token and their weights: the router's product, and the choice.
 
 Implements: ops/sparse_moe.py, `route` and `choose_experts`.
-Matches when: at most 1024 experts, of which a token takes at most 16; the product: at least
-one token.
+Matches when: at least one token; the choice: at most 1024 experts, of which a token takes at most
+16.
 
 The product of a few tokens with few rows is cut along its shared axis, so that every processor
 loads a little; the choice adds the parts. There a program owns a token: all its logits are in
@@ -29,9 +29,9 @@ from dflash_jax.pallas.vocab import LOWEST, first_largest, key, score
 MAX_EXPERTS, MAX_CHOSEN = 1024, 16
 
 
-def supports(experts: int, chosen: int) -> bool:
-    """Whether the choice takes so many experts and so many of them a token."""
-    return experts <= MAX_EXPERTS and chosen <= MAX_CHOSEN
+def supports(tokens: int, experts: int, chosen: int) -> bool:
+    """Whether the choice takes so many tokens and experts, and so many of them a token."""
+    return tokens > 0 and experts <= MAX_EXPERTS and chosen <= MAX_CHOSEN
 
 
 def scores(x, matrix, *, interpret: bool):

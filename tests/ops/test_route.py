@@ -116,6 +116,7 @@ def test_auto_takes_the_routers_kernel_for_few_tokens_on_a_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert kernels_of(128, 48) == ["router", "route"]
     assert kernels_of(129, 48) == ["route"]
+    assert kernels_of(0, 48) == []
 
 
 @pytest.mark.parametrize("width, parts", [(2048, 4), (4096, 4), (256, 2), (48, 1), (65, 1)])
@@ -133,6 +134,10 @@ def test_a_router_that_does_not_fit_is_an_error():
     with pytest.raises(ValueError, match="experts_per_token: expected 1..9 of 9 columns"):
         moe.choose_experts(x, jnp.zeros((9, 48), x.dtype), 2, shared=True)
     with pytest.raises(NotImplementedError, match="router: .* one token, got none"):
-        moe.choose_experts(x[:0], jnp.zeros((9, 48), x.dtype), 2, implementation="interpret")
-    with pytest.raises(NotImplementedError, match="route: .* got 30 and 17"):
+        moe.choose_experts(
+            x[:0], jnp.zeros((9, 48), x.dtype), 2, product="interpret", implementation="xla"
+        )
+    with pytest.raises(NotImplementedError, match="route: .* got 0 tokens"):
+        moe.route(jnp.zeros((0, 9)), 2, implementation="interpret")
+    with pytest.raises(NotImplementedError, match="route: .* got 4 tokens, 30 and 17"):
         moe.choose_experts(x, jnp.zeros((30, 48), x.dtype), 17, implementation="interpret")
