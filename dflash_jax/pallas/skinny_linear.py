@@ -38,8 +38,6 @@ FEW_TOKENS = 16  # which leave room for long steps
 _LONG = 128  # entries of a long step
 _PARTS = (1, 2, 3, 4)
 _BEST_PROGRAMS = 260
-_PROGRAMS = 260
-_LEAST_PROGRAMS = 0.8 * PROCESSORS
 _PROGRAMS = 2 * PROCESSORS  # that run at once
 
 
