@@ -13,6 +13,7 @@ from dflash_jax.ops.norm import added
 from dflash_jax.pallas import routing as routing_kernel
 from dflash_jax.pallas import sparse_moe as kernel
 from dflash_jax.pallas import sparse_moe_tiles
+from dflash_jax.pallas.common import addressable
 
 # Up to here "auto" takes the router's kernel, whose parts spare a padded copy of the matrix.
 _ROUTER_TOKENS = 128
@@ -286,6 +287,9 @@ def _choose(implementation: str, tokens: int, hidden: int, matrices: Matrices) -
         f"tokens, hidden and inner in multiples of 16, and blocks of whole steps; got {tokens} "
         f"tokens, hidden {hidden}, inner {inner}, block columns {columns}"
     )
+    if not (addressable(matrices.gate_up) and addressable(matrices.down)):
+        shapes = matrices.gate_up.shape, matrices.down.shape
+        lacking = f"float8 stacks outside of 2^31 to 2^32 values, got {shapes}"
     return choose_form("sparse_moe", implementation, lacking, auto_gpu="pallas")
 
 

@@ -121,6 +121,12 @@ def is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
+def addressable(array) -> bool:
+    """Whether a kernel reaches every entry of an array: up to 2^32 bytes Pallas' lowering counts
+    entries in signed 32-bit numbers, which single bytes overflow, and above in 64-bit ones."""
+    return array.dtype.itemsize > 1 or not 2**31 < array.size <= 2**32
+
+
 def step_within(width: int, columns, most: int) -> int:
     """The largest power of two, at most `most`, in whose steps one goes over `width` entries
     without leaving a block inside a step; `columns`: of the blocks, which may be wider."""
