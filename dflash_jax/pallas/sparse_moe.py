@@ -38,6 +38,7 @@ MAX_TOKENS = 128
 _ONE_TOKEN = ((32, 128, 4, 4), (32, 256, 4, 2))
 _FEW_TOKENS = ((32, 256, 4, 3), (64, 256, 4, 2))
 _MORE_TOKENS = ((64, 64, 4, 3), (128, 64, 4, 3))
+_MORE_BLOCKS = ((64, 64, 4, 3), (128, 64, 8, 3))  # float8, more than 64: four warps would spill
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Tiles:
         """For tokens of width `hidden`, experts of width `inner`, and the columns of a block of
         those matrices that have blocks."""
         few = _ONE_TOKEN if tokens == 1 else _FEW_TOKENS
-        gate_up, down = few if tokens <= 32 else _MORE_TOKENS
+        more = _MORE_BLOCKS if columns and tokens > 64 else _MORE_TOKENS
+        gate_up, down = few if tokens <= 32 else more
         return cls(
             inner=step_within(inner, (), gate_up[0]), hidden=step_within(hidden, (), down[0]),
             inner_step=step_within(inner, columns, down[1]),

@@ -332,6 +332,7 @@ CASES = (
     experts(129, 2048, 512), experts(1024, 2048, 512), experts(2048, 2048, 512),
     experts(4096, 2048, 512), experts(1024, 2048, 512, block=128),
     experts(4096, 2048, 512, block=128), experts(8, 2048, 512, block=128),
+    experts(128, 2048, 512, block=128),
     experts(131, 48, 80, count=9, k=3), experts(2048, 4096, 512, count=512, k=10),
     experts(300, 2048, 512, dtype=F32), experts(130, 32, 16, count=5, k=2, dtype=F32),
     selector(1, 7, 16, 256), selector(8, 15, 16, 256), selector(3, 1, 2, 4, rows=11, dtype=F32),
