@@ -65,8 +65,9 @@ class Tiles:
 def product(x, matrix, rows, tokens, tiles: Tiles, first_step=0, steps=None):
     """[len(rows), len(tokens)] fp32: the named matrix rows times the named rows of x.
 
-    Numbers past the end give zeros, and load nothing: reads of one row by all of them would meet in
-    one place of the cache. Without first_step and steps, the whole shared axis.
+    Both are a whole tile's, or none of them is past the end. Numbers past the end give zeros, and
+    load nothing: reads of one row by all of them would meet in one place of the cache. Without
+    first_step and steps, the whole shared axis.
     """
     lane, width = jnp.arange(tiles.step, dtype=jnp.int32), x.shape[1]
 
@@ -127,6 +128,21 @@ class Plan:
         )
         return cls(rows=TILE, parts=parts, tiles=tiles)
 
+    @classmethod
+    def of_halves(cls, tokens: int, inner: int, width: int, dtype) -> "Plan":
+        """For [tokens, width] times both halves [inner, width]^T, `rows` of each in a loop of its
+        own; with few tokens as measured best on an H200 with 2 x 17408 x 5120."""
+        tiles = Tiles.of(tokens, 128, dtype)
+        if jnp.dtype(dtype).itemsize > 2 or tokens > FEW_TOKENS:
+            rows, parts = cut(
+                inner, 2 * width, tokens, step=tiles.step, slots=_PROGRAMS,
+                tiles=(TILE, TILE // 2), split=False,
+            )
+            return cls(rows=rows, parts=parts, tiles=tiles)
+        step, stages = (_LONG, 3) if width % _LONG == 0 else (64, 4)
+        tiles = dataclasses.replace(tiles, step=step, num_warps=4, num_stages=stages)
+        return cls(rows=TILE, parts=1, tiles=tiles)
+
 
 def linear(x, matrix, *, residual=None, out_dtype, interpret: bool, plan: Plan | None = None):
     """[T, rows] out_dtype of x [T, H] and matrix [rows, H], plus residual [T, rows] if given."""
@@ -181,38 +197,15 @@ def _products(
     )(*operands)
 
 
-@dataclass(frozen=True)
-class MixedTiles:
-    """Rows of each half of a tile, and the loop over the shared axis, which runs once a half."""
-
-    rows: int
-    tiles: Tiles
-
-    @classmethod
-    def of(cls, tokens: int, inner: int, width: int, dtype) -> "MixedTiles":
-        """For [tokens, width] times both halves [inner, width]^T; with few tokens as measured best
-        on an H200 with 2 x 17408 x 5120."""
-        tiles = Tiles.of(tokens, 128, dtype)
-        if jnp.dtype(dtype).itemsize > 2 or tokens > FEW_TOKENS:
-            rows, _ = cut(
-                inner, 2 * width, tokens, step=tiles.step, slots=_PROGRAMS,
-                tiles=(TILE, TILE // 2), split=False,
-            )
-            return cls(rows, tiles)
-        step, stages = (_LONG, 3) if width % _LONG == 0 else (64, 4)
-        tiles = dataclasses.replace(tiles, step=step, num_warps=4, num_stages=stages)
-        return cls(TILE, tiles)
-
-
-@shared("rounded", "interpret", "tiles")
-def swiglu(x, matrix, *, rounded: bool, interpret: bool, tiles: MixedTiles | None = None):
+@shared("rounded", "interpret")
+def swiglu(x, matrix, *, rounded: bool, interpret: bool):
     """[T, rows / 2] in x's dtype: SiLU of the first half's product times the second half's."""
     tokens, inner = x.shape[0], matrix.shape[0] // 2
-    tiles = tiles or MixedTiles.of(tokens, inner, x.shape[1], x.dtype)
-    count, tiles = tiles.rows, tiles.tiles
+    plan = Plan.of_halves(tokens, inner, x.shape[1], x.dtype)
+    tiles = plan.tiles
 
     def kernel(x, matrix, out):
-        row, token = _numbers(count, tiles)
+        row, token = _numbers(plan.rows, tiles)
         token += pl.program_id(1) * tiles.tokens
         gate, up = (
             product(x, matrix, jnp.minimum(row, inner - 1) + first, token, tiles)
@@ -226,7 +219,7 @@ def swiglu(x, matrix, *, rounded: bool, interpret: bool, tiles: MixedTiles | Non
         kernel,
         name="skinny_swiglu",
         out_shape=jax.ShapeDtypeStruct((tokens, inner), x.dtype),
-        grid=(pl.cdiv(inner, count), pl.cdiv(tokens, tiles.tokens)), in_specs=[WHOLE] * 2,
+        grid=(pl.cdiv(inner, plan.rows), pl.cdiv(tokens, tiles.tokens)), in_specs=[WHOLE] * 2,
         out_specs=WHOLE, interpret=interpret, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )(x, matrix)

@@ -65,52 +65,49 @@ def test_e1_a_second_shorter_request_in_the_same_lanes():
     assert session.run(seed=6) == {2: text[0][:20], 0: text[4][:20], 1: text[2][:20]}
 
 
-def test_idle_rows_and_empty_chunks_change_nothing():
+def prefilled_session():
+    """A session of three lanes, a state in which they have a prompt, and full chunks for them."""
     models = cases.tiny_models("moe", "dflash", 7, 3)
     state, _ = prefilled("moe", "dflash", False)
     pending = state.pending.replace(features=state.pending.features[:, :8])
-    before = state.replace(pending=pending)
     session = Session(models, cases.leaning_params(models))
     tokens = np.full((3, cases.CHUNK), 5, np.int32)
+    chunk = PrefillChunk.text(models, tokens, [cases.CHUNK] * 3, [0, 0, 0])
+    return session, state.replace(pending=pending), chunk
+
+
+def assert_changes_nothing(session, before, step, rows, **rest):
+    state = jax.tree.map(jnp.array, before)
+    after = step(session.models, state=state, rows=rows, **rest)
+    if step is first_token:
+        after, fault = after
+        assert not fault.any()  # an idle row has none, whatever its dead bytes hold
+    assert_same_bytes(cases.host(after), before)
+
+
+def test_idle_rows_and_empty_chunks_change_nothing():
+    session, before, full = prefilled_session()
     idle, live = session.rows([]), session.rows([0, 1, 2])
-    greedy = SamplingArrays.greedy(3)
-    full = PrefillChunk.text(models, tokens, [cases.CHUNK] * 3, [0, 0, 0])
-    idle_chunk = full.replace(length=jnp.zeros((3,), jnp.int32))
-    admission = session.admission([], [], [])
+    empty = full.replace(length=jnp.zeros((3,), jnp.int32))
     for step, rows, rest in (
-        (begin, idle, {"admission": admission}),
-        (prefill_chunk, idle, {"params": session.params, "chunk": idle_chunk}),
-        (prefill_chunk, live, {"params": session.params, "chunk": idle_chunk}),
-        (first_token, idle, {"params": session.params, "sampling": greedy}),
+        (begin, idle, {"admission": session.admission([], [], [])}),
+        (prefill_chunk, idle, {"params": session.params, "chunk": empty}),
+        (prefill_chunk, live, {"params": session.params, "chunk": empty}),
+        (first_token, idle, {"params": session.params, "sampling": SamplingArrays.greedy(3)}),
     ):
-        after = step(models, state=jax.tree.map(jnp.array, before), rows=rows, **rest)
-        if step is first_token:
-            after, fault = after
-            assert not fault.any()  # an idle row has none, whatever its dead bytes hold
-        assert_same_bytes(cases.host(after), before)
+        assert_changes_nothing(session, before, step, rows, **rest)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_rows_without_a_lane_change_nothing_whatever_they_bring(which):
     """Whole chunks and pages for lanes that do not exist, negative ones too, with slots or not."""
-    models = cases.tiny_models("moe", "dflash", 7, 3)
-    state, _ = prefilled("moe", "dflash", False)
-    pending = state.pending.replace(features=state.pending.features[:, :8])
-    before = state.replace(pending=pending)
-    session = Session(models, cases.leaning_params(models))
-    tokens = np.full((3, cases.CHUNK), 5, np.int32)
-    chunk = PrefillChunk.text(models, tokens, [cases.CHUNK] * 3, [0, 0, 0])
+    session, before, chunk = prefilled_session()
     for step, rest in (
         (begin, {"admission": session.admission([0, 1, 2], [9, 9, 9], [40, 40, 40])}),
         (prefill_chunk, {"params": session.params, "chunk": chunk}),
         (first_token, {"params": session.params, "sampling": SamplingArrays.greedy(3)}),
     ):
-        rows = session.nobody(which)
-        after = step(models, state=jax.tree.map(jnp.array, before), rows=rows, **rest)
-        if step is first_token:
-            after, fault = after
-            assert not fault.any()
-        assert_same_bytes(cases.host(after), before)
+        assert_changes_nothing(session, before, step, session.nobody(which), **rest)
 
 
 # --- replaced embeddings, three-axis positions, rotation offset: one row, 24 columns ---
