@@ -69,45 +69,56 @@ def product(x, matrix, rows, tokens, tiles: Tiles, first_step=0, steps=None):
     load nothing: reads of one row by all of them would meet in one place of the cache. Without
     first_step and steps, the whole shared axis.
     """
+    return products(x, matrix, (rows,), tokens, tiles, first_step, steps)[0]
+
+
+def products(x, matrix, groups, tokens, tiles: Tiles, first_step=0, steps=None):
+    """`product` of every group of matrix rows, which share what is loaded of x."""
     lane, width = jnp.arange(tiles.step, dtype=jnp.int32), x.shape[1]
 
-    def add(total, column, inside):
-        sides = []
-        for ref, numbers in ((matrix, rows), (x, tokens)):
-            at = places(numbers, column)
-            mask = [] if ref.shape[0] % len(numbers) == 0 else [at[0] < ref.shape[0]]
-            mask += [] if inside else [at[1] < width]
-            whole = ref[at] if not mask else load(
-                ref.at[at], mask=functools.reduce(operator.and_, mask), other=0.0
-            )
-            sides.append(whole)
-        return total + dot(sides[0], sides[1].T)
+    def piece(ref, numbers, column, inside):
+        at = places(numbers, column)
+        mask = [] if ref.shape[0] % len(numbers) == 0 else [at[0] < ref.shape[0]]
+        mask += [] if inside else [at[1] < width]
+        if not mask:
+            return ref[at]
+        return load(ref.at[at], mask=functools.reduce(operator.and_, mask), other=0.0)
 
-    total = jnp.zeros((rows.shape[0], tokens.shape[0]), jnp.float32)
-    total = lax.fori_loop(
+    def add(totals, column, inside):
+        left = [piece(matrix, rows, column, inside) for rows in groups]
+        right = piece(x, tokens, column, inside)
+        return tuple(
+            total + dot(rows, right.T) for total, rows in zip(totals, left, strict=True)
+        )
+
+    totals = tuple(jnp.zeros((len(rows), len(tokens)), jnp.float32) for rows in groups)
+    totals = lax.fori_loop(
         0, width // tiles.step if steps is None else steps,
-        lambda index, total: add(total, (first_step + index) * tiles.step + lane, True), total,
+        lambda index, sums: add(sums, (first_step + index) * tiles.step + lane, True), totals,
     )
     if steps is None and width % tiles.step:
-        total = add(total, width // tiles.step * tiles.step + lane, False)
-    return total
+        totals = add(totals, width // tiles.step * tiles.step + lane, False)
+    return totals
 
 
 @dataclass(frozen=True)
 class Plan:
     """Matrix rows of a tile, parts of the shared axis, and the loop over it; turned: the tokens are
-    the left side of its products, the side that is to be the larger one."""
+    the left side of its products, the side that is to be the larger one; together: halves are
+    multiplied in one loop over x."""
 
     rows: int
     parts: int
     tiles: Tiles
     turned: bool = False
+    together: bool = False
 
     @classmethod
     def of(cls, tokens: int, rows: int, width: int, dtype) -> "Plan":
         """For [tokens, width] times [rows, width]^T: about two programs a processor, as measured
         best on an H200, from 2048 x 4096 to 16480 x 5120 and 5120 x 25600. Every part that is
-        spared is one less to write and to add.
+        spared is one less to write and to add. With more tokens, whose programs are larger, parts
+        may differ by a step, so that all programs run at once.
         """
         tiles = Tiles.of(tokens, 128, dtype)
         if jnp.dtype(dtype).itemsize > 2 or tokens > MOST_MEASURED:
@@ -116,11 +127,13 @@ class Plan:
             )
             return cls(rows=count, parts=parts, tiles=tiles)
         steps = width // _LONG if width % _LONG == 0 else 1
-        choices = [n for n in _PARTS if n == 1 or steps % n == 0 and steps >= 2 * n]
+        few = tokens <= FEW_TOKENS
+        choices = [
+            n for n in _PARTS if n == 1 or steps >= 2 * n and (steps % n == 0 or not few)
+        ]
         programs = {n: n * pl.cdiv(rows, TILE) for n in choices}
         parts = min(choices, key=lambda n: abs(math.log(programs[n] / _BEST_PROGRAMS)))
         # Very few tokens leave room for long steps, and so do programs that all run at once.
-        few = tokens <= FEW_TOKENS
         long = width % _LONG == 0 and (few or programs[parts] <= _PROGRAMS)
         deep = not long or few and parts == 1 or programs[parts] <= PROCESSORS
         tiles = dataclasses.replace(
@@ -130,18 +143,22 @@ class Plan:
 
     @classmethod
     def of_halves(cls, tokens: int, inner: int, width: int, dtype) -> "Plan":
-        """For [tokens, width] times both halves [inner, width]^T, `rows` of each in a loop of its
-        own; with few tokens as measured best on an H200 with 2 x 17408 x 5120."""
+        """For [tokens, width] times both halves [inner, width]^T, `rows` of each, as measured best
+        on an H200 with 2 x 17408 x 5120: very few tokens in a loop for each half. More of them,
+        which the cache has to hand to every program, in one loop for both, of small steps, so that
+        all programs run at once.
+        """
         tiles = Tiles.of(tokens, 128, dtype)
-        if jnp.dtype(dtype).itemsize > 2 or tokens > FEW_TOKENS:
+        if jnp.dtype(dtype).itemsize > 2 or tokens > MOST_MEASURED:
             rows, parts = cut(
                 inner, 2 * width, tokens, step=tiles.step, slots=_PROGRAMS,
                 tiles=(TILE, TILE // 2), split=False,
             )
             return cls(rows=rows, parts=parts, tiles=tiles)
-        step, stages = (_LONG, 3) if width % _LONG == 0 else (64, 4)
+        few = tokens <= FEW_TOKENS
+        step, stages = (_LONG, 3) if few and width % _LONG == 0 else (64, 4 if few else 3)
         tiles = dataclasses.replace(tiles, step=step, num_warps=4, num_stages=stages)
-        return cls(rows=TILE, parts=1, tiles=tiles)
+        return cls(rows=TILE, parts=1, tiles=tiles, together=not few)
 
 
 def linear(x, matrix, *, residual=None, out_dtype, interpret: bool, plan: Plan | None = None):
@@ -167,13 +184,16 @@ def _products(
 ):
     """[parts, T, rows] out_dtype; with a residual, which allows one part only, the sum."""
     (tokens, width), rows, tiles = x.shape, matrix.shape[0], plan.tiles
-    steps = width // tiles.step // plan.parts
+    steps = width // tiles.step
 
     def kernel(x, matrix, *refs):
         row, token = _numbers(plan.rows, tiles)
         token += pl.program_id(2) * tiles.tokens
         number = pl.program_id(1)
-        part = {} if plan.parts == 1 else dict(first_step=number * steps, steps=steps)
+        part = {}
+        if plan.parts > 1:
+            first, end = (i * steps // plan.parts for i in (number, number + 1))
+            part = dict(first_step=first, steps=end - first)
         if plan.turned:
             made = product(matrix, x, token, row, tiles, **part)
         else:
@@ -197,20 +217,21 @@ def _products(
     )(*operands)
 
 
-@shared("rounded", "interpret")
-def swiglu(x, matrix, *, rounded: bool, interpret: bool):
+@shared("rounded", "interpret", "plan")
+def swiglu(x, matrix, *, rounded: bool, interpret: bool, plan: Plan | None = None):
     """[T, rows / 2] in x's dtype: SiLU of the first half's product times the second half's."""
     tokens, inner = x.shape[0], matrix.shape[0] // 2
-    plan = Plan.of_halves(tokens, inner, x.shape[1], x.dtype)
+    plan = plan or Plan.of_halves(tokens, inner, x.shape[1], x.dtype)
     tiles = plan.tiles
 
     def kernel(x, matrix, out):
         row, token = _numbers(plan.rows, tiles)
         token += pl.program_id(1) * tiles.tokens
-        gate, up = (
-            product(x, matrix, jnp.minimum(row, inner - 1) + first, token, tiles)
-            for first in (0, inner)
-        )
+        halves = [jnp.minimum(row, inner - 1) + first for first in (0, inner)]
+        if plan.together:
+            gate, up = products(x, matrix, halves, token, tiles)
+        else:
+            gate, up = (product(x, matrix, half, token, tiles) for half in halves)
         made = mixed(gate, up, x.dtype if rounded else None)
         mask = (token < tokens)[:, None] & (row < inner)[None, :]
         store(out.at[places(token, row)], made.T.astype(out.dtype), mask=mask)

@@ -67,17 +67,21 @@ def test_parts_add_up_to_the_product(tokens, rows, width, dtype, form):
 
 
 @pytest.mark.parametrize("form", ["interpret", ON_GPU[0]])
-@pytest.mark.parametrize("tokens, rows, width, parts", [(33, 17, 192, 3), (5, 30, 65, 1)])
+@pytest.mark.parametrize(
+    "tokens, rows, width, parts", [(33, 17, 192, 3), (5, 30, 65, 1), (33, 17, 320, 3)]
+)
 def test_parts_are_the_same_whichever_side_is_the_left_one(tokens, rows, width, parts, form):
-    """Both of odd counts, whole and with a rest of the shared axis."""
+    """Both of odd counts, whole, with a rest of the shared axis, and in parts that differ: of one
+    step, of two and of two."""
     x, matrix = operands(tokens, rows, width, "bfloat16")
     tiles = kernel.Tiles(tokens=16, step=64, num_warps=4, num_stages=2)
+    cuts = [part * (width // 64) // parts * 64 for part in range(1, parts)]
     for turned in (False, True):
         plan = kernel.Plan(rows=32, parts=parts, tiles=tiles, turned=turned)
         made = kernel.parts(x, matrix, interpret=form == "interpret", plan=plan)
         assert made.shape == (parts, tokens, rows)
         for part, (own, other) in enumerate(
-            zip(*(np.split(as_float64(one), parts, axis=1) for one in (x, matrix)), strict=True)
+            zip(*(np.split(as_float64(one), cuts, axis=1) for one in (x, matrix)), strict=True)
         ):
             assert_close(made[part], own @ other.T, FP32_CHAIN)
 
@@ -108,8 +112,9 @@ def test_auto_takes_the_kernel_where_it_was_faster(tokens, rows, width, dtype, p
     "tokens, rows, width, dtype, pays",
     [
         (1, 34816, 5120, "bfloat16", True), (16, 34816, 5120, "bfloat16", True),
-        (17, 34816, 5120, "bfloat16", False), (8, 34816, 5120, "float32", False),
-        (8, 12288, 2048, "bfloat16", False), (0, 34816, 5120, "bfloat16", False),
+        (64, 34816, 5120, "bfloat16", True), (65, 34816, 5120, "bfloat16", False),
+        (8, 34816, 5120, "float32", False), (8, 12288, 2048, "bfloat16", False),
+        (0, 34816, 5120, "bfloat16", False),
     ],
 )
 def test_auto_mixes_inside_the_product_where_it_was_faster(tokens, rows, width, dtype, pays):
@@ -123,8 +128,8 @@ def test_auto_mixes_inside_the_product_where_it_was_faster(tokens, rows, width, 
         (8, 5120, 17408, 4, 128, 3), (1, 5120, 6144, 3, 128, 3), (8, 5120, 6144, 3, 128, 3),
         (8, 14336, 5120, 1, 128, 4), (8, 12352, 2048, 1, 128, 4), (1, 9216, 2048, 2, 128, 3),
         (16, 9216, 2048, 2, 128, 3), (8, 2048, 4096, 4, 128, 4), (64, 16480, 5120, 1, 128, 3),
-        (64, 14336, 5120, 1, 128, 3), (64, 5120, 17408, 4, 64, 4), (64, 5120, 6144, 3, 128, 3),
-        (64, 2048, 4096, 4, 128, 4), (40, 10240, 5120, 2, 64, 4), (40, 5120, 25600, 4, 64, 4),
+        (64, 14336, 5120, 1, 128, 3), (64, 5120, 17408, 3, 128, 3), (64, 5120, 6144, 3, 128, 3),
+        (64, 2048, 4096, 4, 128, 4), (40, 10240, 5120, 2, 64, 4), (40, 5120, 25600, 3, 128, 3),
         (8, 70, 96, 1, 64, 4),
     ],
 )
@@ -152,7 +157,9 @@ def test_a_residual_meets_the_rounded_product(form):
 @pytest.mark.parametrize(
     "tokens, inner, width, dtype, rounded",
     [(3, 64, 64, "bfloat16", True), (17, 33, 65, "float32", False),
-     (2, 68, 1024, "bfloat16", False), (130, 33, 64, "bfloat16", False)],
+     (2, 68, 1024, "bfloat16", False), (130, 33, 64, "bfloat16", False),
+     (17, 33, 65, "bfloat16", False), (63, 64, 128, "bfloat16", True),
+     (64, 65, 192, "bfloat16", False)],
 )
 def test_swiglu_matches_float64(tokens, inner, width, dtype, rounded, form):
     if lacks(form, 2 * inner, width, dtype):
