@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from scripts.ops import catalogue, heads, products
+from scripts.ops import catalogue, draft, heads, products
 from scripts.ops.case import MOST_COPIES, REPEATS, ROTATED_BYTES, Case
 
 PUBLIC, VOCABULARY = catalogue.PUBLIC, catalogue.VOCABULARY
@@ -33,7 +33,9 @@ def peers(full: bool) -> list[Peer]:
     """All of them; `full` adds what it adds in our benchmark."""
     found = [swiglu(8, 17408, 5120), added(8, 5120, 17408)]
     found += [best(7, 5120), lowest(7, 5120), select(7), paged(1, 8, 4096), ring(1, 8, 2048)]
+    found += [experts(8), context(1, 5)]
     if full:
+        found += [experts(1), experts(64), context(8, 5)]
         # The 27B's in_proj, out_proj and its a and b rows, then eight requests at a time.
         found += [added(8, 16480, 5120), added(8, 5120, 6144), added(8, 96, 5120)]
         found += [swiglu(64, 17408, 5120), added(64, 5120, 17408)]
@@ -119,6 +121,60 @@ def select(rows: int) -> Peer:
             "torch topk": functools.partial(run, ordered=True),
             "torch topk unsorted": functools.partial(run, ordered=False),
         },
+    )
+
+
+def experts(tokens: int, sizes=(256, 8, 2048, 512)) -> Peer:
+    """The experts of one layer, by products of groups of rows; nothing in it waits for a count."""
+    count, k, hidden, inner = sizes
+
+    def make(device, generator):
+        draw = functools.partial(random, device, generator)
+        best = draw(tokens, count, dtype=torch.float32).topk(k, dim=-1)
+        return (
+            draw(tokens, hidden), best.indices.int(), best.values.softmax(dim=-1),
+            draw(count, 2 * inner, hidden, scale=0.02), draw(count, hidden, inner, scale=0.04),
+        )
+
+    def run(x, chosen, weights, gate_up, down):
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        numbers = torch.arange(count, device=x.device, dtype=flat.dtype)
+        ends = (flat[None] <= numbers[:, None]).sum(dim=1, dtype=torch.int32)
+        token = order // k
+        mixed = functional.grouped_mm(x[token], gate_up.transpose(1, 2), offs=ends)
+        gate, up = mixed.chunk(2, dim=-1)
+        made = functional.grouped_mm(
+            functional.silu(gate) * up, down.transpose(1, 2), offs=ends
+        )
+        scaled = made.float() * weights.flatten()[order, None]
+        return torch.zeros(x.shape, device=x.device).index_add_(0, token, scaled)
+
+    return Peer(
+        case=catalogue.experts(tokens, sizes), make=make, forms={"torch grouped_mm": run}
+    )
+
+
+def context(batch: int, columns: int) -> Peer:
+    """Features to context rows of a 27B draft, without head norms, rotation and storage: less than
+    our case does."""
+    hidden, rows = draft.HIDDEN, draft.LAYERS * 2 * draft.KV_HEADS * draft.DIM
+
+    def make(device, generator):
+        draw = functools.partial(random, device, generator)
+        features = draft.FEATURES
+        return (
+            draw(batch, columns, features), draw(hidden), draw(hidden, features, scale=0.01),
+            draw(rows, hidden, scale=0.01),
+        )
+
+    def run(features, norm, first, second):
+        middle = functional.rms_norm(functional.linear(features, first), norm.shape, norm, 1e-6)
+        return functional.linear(middle, second)
+
+    return Peer(
+        case=draft.context_product(batch, columns), make=make,
+        forms={"torch linear, rms_norm, linear": run},
     )
 
 

@@ -19,6 +19,7 @@ from tests.oracles import kv_write
 
 FORMS = ("xla", "pallas")
 LAYERS, KV_HEADS, DIM, RING, HIDDEN = 5, 8, 128, 2048, 5120
+FEATURES = 5 * HIDDEN
 
 
 def cases(full: bool) -> list[Case]:
@@ -77,14 +78,14 @@ def context_rows(batch: int, columns: int) -> Case:
 
 def context_product(batch: int, columns: int) -> Case:
     """Features to context of a 27B draft: both products, the norm between them, and storage."""
-    features, rows = 5 * HIDDEN, LAYERS * 2 * KV_HEADS * DIM
+    rows = LAYERS * 2 * KV_HEADS * DIM
 
     def make(key):
         keys = jax.random.split(key, 3)
-        small = context_operands(keys[0], batch, columns, features)
+        small = context_operands(keys[0], batch, columns, FEATURES)
         return (
             small[0].astype(jnp.bfloat16), *small[1:], jnp.ones((HIDDEN,)),
-            normal(keys[1], (HIDDEN, features), scale=features**-0.5),
+            normal(keys[1], (HIDDEN, FEATURES), scale=FEATURES**-0.5),
             normal(keys[2], (rows, HIDDEN), scale=HIDDEN**-0.5),
         )
 
@@ -100,7 +101,7 @@ def context_product(batch: int, columns: int) -> Case:
 
     return Case(
         name=f"context materialise B={batch} n={columns}", make=make, state=2,
-        bytes=2 * HIDDEN * (features + rows), forms={"xla": run("xla"), "pallas": run("pallas")},
+        bytes=2 * HIDDEN * (FEATURES + rows), forms={"xla": run("xla"), "pallas": run("pallas")},
     )
 
 

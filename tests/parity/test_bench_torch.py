@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from scripts.ops import catalogue, heads, products
+from scripts.ops import catalogue, draft, heads, products
 from scripts.ops.case import Case
 
 pytestmark = pytest.mark.parity
@@ -45,7 +45,7 @@ def assert_near(actual, expected):
 
 @pytest.mark.parametrize("name, sizes", [
     ("added", (4, 24, 48)), ("swiglu", (4, 24, 48)), ("best", (2, 8)), ("lowest", (2, 8)),
-    ("select", (2,)),
+    ("select", (2,)), ("experts", (3, (8, 2, 32, 16))),
 ])
 def test_products_and_choices_agree_with_our_oracle(name, sizes, scripts):
     peer = getattr(scripts.ops, name)(*sizes)
@@ -54,6 +54,18 @@ def test_products_and_choices_agree_with_our_oracle(name, sizes, scripts):
     assert [x.shape for x in made] == [x.shape for x in arrays]
     for run in peer.forms.values():
         assert_near(run(*tensors(scripts.torch, arrays)), peer.case.exact(*arrays))
+
+
+def test_context_rows_are_two_products_and_a_norm(scripts, monkeypatch):
+    for name, value in (("HIDDEN", 32), ("FEATURES", 64), ("LAYERS", 1), ("DIM", 8)):
+        monkeypatch.setattr(draft, name, value)
+    peer = scripts.ops.context(2, 3)
+    made = peer.make("cpu", scripts.torch.Generator().manual_seed(0))
+    features, norm, first, second = made
+    middle = features.double() @ first.double().T
+    middle *= (middle.square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt() * norm.double()
+    for run in peer.forms.values():
+        assert_near(run(*made), (middle @ second.double().T).numpy())
 
 
 def test_attention_of_pages_agrees_with_our_oracle(scripts):
