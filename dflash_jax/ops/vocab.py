@@ -120,7 +120,8 @@ def linear_argmax(hidden, head, *, public_rows, logits_dtype, implementation="au
       head:         [rows, H], dtype of hidden.
       public_rows:  rows that take part, the first ones; all rows of an indexed head. Static.
       logits_dtype: the logits are rounded to it before they are compared: ties in it are real.
-      implementation: "xla", "pallas", "interpret", "mosaic" or "auto", which is "xla". Static.
+      implementation: "xla", "pallas", "interpret", "mosaic" or "auto": on a GPU "pallas" where it
+        fits. Static.
     Returns:
       [...] int32 row (of an indexed head: not yet a token id).
     Raises: ValueError for shapes, dtypes or no eligible row; NotImplementedError if a named kernel
@@ -179,9 +180,7 @@ def _head_form(op: str, implementation: str, hidden, head, lacking: str | None =
         f"16-bit heads of multiples of 8 and 64, got {head.shape} {head.dtype}"
     )
     more = {"mosaic": streamed} | ({"select": lacking} if op == "linear_topk" else {})
-    # The best row alone is a reduction that XLA does as well.
-    auto = "pallas" if op == "linear_topk" else "xla"
-    return choose_form(op, implementation, whole, auto_gpu=auto, more=more)
+    return choose_form(op, implementation, whole, auto_gpu="pallas", more=more)
 
 
 def _lowest_maximum(logits, public_rows):
