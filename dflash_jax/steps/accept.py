@@ -37,6 +37,7 @@ def accept(
     drafted: bool = True,
     max_candidates: int = 0,
     allowed=None,
+    lane=None,
 ) -> Acceptance:
     """The acceptance rule on a chain of columns; greedy and sampled rows mix freely.
 
@@ -49,6 +50,8 @@ def accept(
       drafted: False without a draft, whose draw has the key of ordinary decoding. Static.
       max_candidates: cap on the target's candidates, 0 for none. Static.
       allowed: [B, cols, V_pub] bool, ids each column may emit, or None.
+      lane: None, or [B] int32: `sequence` holds all lanes, of which the batch's are read only if a
+        row is not plain. Their counts are as wide as the vocabulary.
     Returns:
       `Acceptance`: A, L = A + 1, outputs d_1..d_A and the terminal token, path, fault.
     """
@@ -59,8 +62,9 @@ def accept(
         return accepted, _at(best.index, accepted), best.finite
 
     def processed():
+        rows = sequence if lane is None else sequence.gather(lane)
         logits = adjusted_logits(
-            verification.logits, sampling, sequence.counts, sequence.prompt_seen,
+            verification.logits, sampling, rows.counts, rows.prompt_seen,
             proposal.tokens[:, 1:], allowed,
         )
         best = public_argmax(logits, public_vocab)
@@ -68,11 +72,11 @@ def accept(
         sampled = sampling.temperature > 0.0
         accepted = jnp.where(
             sampled,
-            _sampled_prefix(law, proposal, sequence, extent.proposals),
+            _sampled_prefix(law, proposal, rows, extent.proposals),
             _greedy_prefix(best.index, proposal.tokens, extent.proposals),
         )
         greedy = _at(best.index, accepted)
-        drawn = _terminal(law, proposal, sequence, extent.proposals, accepted, greedy, drafted)
+        drawn = _terminal(law, proposal, rows, extent.proposals, accepted, greedy, drafted)
         return accepted, jnp.where(sampled, drawn, greedy), best.finite
 
     if allowed is not None:

@@ -70,12 +70,13 @@ def accept_tree(
     paths: int,
     max_candidates: int = 0,
     allowed=None,
+    lane=None,
 ) -> Acceptance:
     """The acceptance rule on a tree of columns; rows with a chain in the same frame mix freely.
 
     Args:
       proposal: of `build_tree`, or a chain; columns from min(Q, its nodes) on do not exist.
-      verification, sequence, sampling: as in `accept`.
+      verification, sequence, sampling, lane: as in `accept`.
       extent: P and Q per row.
       public_vocab: V_pub. Static.
       paths: leaves of a tree at most, which bounds the children of a column. Static.
@@ -93,20 +94,21 @@ def accept_tree(
         return path, accepted, _at(best.index, _at(path, accepted)), best.finite
 
     def processed():
+        rows = sequence if lane is None else sequence.gather(lane)
         logits = adjusted_logits(
-            verification.logits, sampling, sequence.counts, sequence.prompt_seen,
+            verification.logits, sampling, rows.counts, rows.prompt_seen,
             proposal.tokens[:, 1:], allowed, tree.ancestors,
         )
         best = public_argmax(logits, public_vocab)
         law = target_distribution(logits, sampling, max_candidates)
         sampled = sampling.temperature > 0.0
-        judged = _sampled_children(law, proposal, sequence, tree, paths)
+        judged = _sampled_children(law, proposal, rows, tree, paths)
         greedy = _greedy_children(best.index, proposal, tree)
         entered = jnp.where(sampled[:, None], judged.entered, greedy)
         path, accepted = _walk(entered, proposal, tree)
         last = _at(path, accepted)
         top = _at(best.index, last)
-        drawn = _terminal(law, judged, proposal, sequence, last, top)
+        drawn = _terminal(law, judged, proposal, rows, last, top)
         return path, accepted, jnp.where(sampled, drawn, top), best.finite
 
     if allowed is not None:

@@ -88,9 +88,9 @@ def _judged(models, params, state, rows, proposal, sampling, extent, allowed) ->
         "public_vocab": models.target.public_vocab,
         "max_candidates": run.max_candidates,
         "allowed": allowed,
+        "lane": rows.lane,
     }
-    sequence = state.sequence.gather(rows.lane)
-    judged = (proposal, verification, sequence, sampling, extent)
+    judged = (proposal, verification, state.sequence, sampling, extent)
     if run.tree_nodes:
         acceptance = accept_tree(*judged, paths=run.tree_paths, **choices)
     else:
