@@ -68,8 +68,8 @@ def decode_rounds(
     check_eos_ids(eos_ids, batch)
     lanes, slots = models.run.lanes, models.run.slots
 
-    def one_round(carry, _):
-        state, read_slot, ended, fault = carry
+    def one_round(number, carry):
+        state, read_slot, ended, fault, log = carry
         live = ~ended & (rows.lane < lanes)
         active = Rows(
             lane=jnp.where(live, rows.lane, lanes),
@@ -84,18 +84,25 @@ def decode_rounds(
         count = jnp.where(failed, 0, count)
         state = commit(models, state, active, scratch, count)
         column = jnp.arange(acceptance.outputs.shape[1], dtype=jnp.int32)
-        log = {
-            "outputs": jnp.where(column < count[:, None], acceptance.outputs, 0),
-            "committed": count, "licensed": acceptance.licensed, "proposals": extent.proposals,
-        }
+        entry = jnp.concatenate([
+            jnp.where(column < count[:, None], acceptance.outputs, 0),
+            jnp.stack([count, acceptance.licensed, extent.proposals], axis=1),
+        ], axis=1)
+        # Not a slice at `number`: its address would cut the round's command buffer in two.
+        here = jnp.arange(rounds, dtype=jnp.int32)[:, None] == number
+        log = jnp.where(here, entry[:, None], log)
         over = stopped | failed | spent(state.sequence.gather(active.lane))
         ended = ended | (live & over)
         read_slot = jnp.where(count > 0, rows.write_slot, read_slot)
-        return (state, read_slot, ended, fault | failed), log
+        return state, read_slot, ended, fault | failed, log
 
     ended = spent(state.sequence.gather(rows.lane))
-    start = (state, rows.read_slot, ended, jnp.zeros((batch,), bool))
-    (state, _, ended, fault), log = lax.scan(one_round, start, length=rounds)
-    by_row = {name: jnp.moveaxis(values, 0, 1) for name, values in log.items()}
-    return state, RoundLog(**by_row, ended=ended, fault=fault)
-
+    log = jnp.zeros((batch, rounds, models.run.block_width + 3), jnp.int32)
+    start = (state, rows.read_slot, ended, jnp.zeros((batch,), bool), log)
+    state, _, ended, fault, log = lax.fori_loop(0, rounds, one_round, start)
+    outputs, numbers = log[..., :-3], jnp.moveaxis(log[..., -3:], 2, 0)
+    committed, licensed, proposals = numbers
+    return state, RoundLog(
+        outputs=outputs, committed=committed, licensed=licensed, proposals=proposals,
+        ended=ended, fault=fault,
+    )

@@ -61,10 +61,12 @@ device_description_str: "NVIDIA H200"
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """launches: names of the kernels that the program launches, of XLA's and of ours.
-    copies: whether it copies a buffer. aliased, temporary: bytes.
+    copies: whether it copies a buffer. aliased, temporary: bytes. thunks: all steps, as XLA prints
+    them.
     """
 
     launches: tuple[str, ...]
+    thunks: str
     copies: bool
     aliased: int
     temporary: int
@@ -103,5 +105,5 @@ def compiled(fn, *avals, donate_argnums=()) -> Compiled:
         thunks = "\n".join(file.read_text() for file in final or files)
     return Compiled(
         launches=tuple(re.findall(r"\] (\S+) grid: \[", thunks)), copies="kCopy" in thunks,
-        aliased=memory.alias_size_in_bytes, temporary=memory.temp_size_in_bytes,
+        thunks=thunks, aliased=memory.alias_size_in_bytes, temporary=memory.temp_size_in_bytes,
     )

@@ -12,7 +12,9 @@ import pytest
 
 from dflash_jax import config
 from dflash_jax.config import LayerKind
-from dflash_jax.steps import Models
+from dflash_jax.sampling.params import SamplingArrays, SamplingParams
+from dflash_jax.state.decode import Rows
+from dflash_jax.steps import Models, decode_rounds
 from dflash_jax.steps.init import abstract_params
 from dflash_jax.steps.models import target_call
 from dflash_jax.target import TargetColumns
@@ -27,7 +29,12 @@ OURS = {
 }
 
 
-@pytest.mark.skipif(not h200.HAVE_PLUGIN, reason="jax's CUDA plugin is not installed")
+NEEDS_PLUGIN = pytest.mark.skipif(
+    not h200.HAVE_PLUGIN, reason="jax's CUDA plugin is not installed"
+)
+
+
+@NEEDS_PLUGIN
 @pytest.mark.parametrize(
     "target", [config.qwen35_27b(), config.qwen35_35b_a3b()], ids=["dense", "moe"]
 )
@@ -54,3 +61,30 @@ def test_a_target_of_two_layers_compiles_to_nothing_else_that_is_small(target):
         name for name in names if name not in OURS and not PRODUCT.match(name)
     )
     assert small == {"fusion": 2}
+
+
+@NEEDS_PLUGIN
+def test_a_round_of_the_devices_loop_compiles_to_one_command_buffer(monkeypatch):
+    """Between two of them the device waits for the host."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # by which `auto` chooses
+    target = dataclasses.replace(
+        config.qwen35_35b_a3b(), layer_types=(LayerKind.LINEAR, LayerKind.FULL)
+    )
+    draft = dataclasses.replace(
+        config.dflash_35b_a3b(), layer_types=(LayerKind.SLIDING,), causal=(True,),
+        target_layer_ids=(0, 1),
+    )
+    run = config.RunConfig(draft_tokens=7, batch=1, max_context=4096)
+    models, rows = Models(target, draft, run), Rows.of(range(1))
+    sampling = SamplingArrays.of([SamplingParams()], target.public_vocab)
+
+    def loop(params, state, rows, sampling, eos_ids):
+        return decode_rounds(models, params, state, rows, sampling, eos_ids, rounds=4)
+
+    made = h200.compiled(
+        loop, abstract_params(models), jax.eval_shape(models.zeros), rows, sampling,
+        shape(1, 1, dtype=I32), donate_argnums=1,
+    )
+    _, body = made.thunks.split("  body:\n")
+    inside = [line for line in body.splitlines() if line.startswith("    0")]
+    assert len(inside) == 1 and "kCommandBuffer" in inside[0]
