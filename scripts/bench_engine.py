@@ -39,7 +39,7 @@ from dflash_jax.steps import Models, Params
 from dflash_jax.steps.init import random_params
 from dflash_jax.weights import load_draft, load_target
 from scripts import device_idle
-from scripts.bench_round import PAIRS
+from scripts.round_cases import PAIRS
 
 PROMPT = "def read_lines(path):\n    with open(path) as f:\n"
 SHIPPED = "shipped"

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dflash_jax.config import DraftKind
 from dflash_jax.config.presets import tiny_draft, tiny_target
-from scripts.bench_round import PAIRS, WARMUP, accepted_counts
+from scripts.round_cases import PAIRS, WARMUP, accepted_counts
 
 HERE = Path(__file__).resolve().parent
 # Small enough for a CPU, to try the program itself.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from scripts.bench_round import WARMUP
+from scripts.round_cases import WARMUP
 
 
 def wait(device: torch.device) -> None:

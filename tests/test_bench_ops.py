@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax.sampling.params import SamplingParams
-from scripts import bench_ops, bench_round
+from scripts import bench_ops, bench_round, round_cases
 from scripts.ops import between, catalogue
 from scripts.ops.case import Case
 from tests import cases
@@ -69,7 +69,7 @@ def test_names_of_nothing_are_refused(options, capsys):
 ])
 def test_a_round_that_cannot_be_measured_is_refused_before_a_model_is_made(option, value, capsys):
     with pytest.raises(SystemExit, match="2"):
-        bench_round.arguments([option, value])
+        round_cases.arguments([option, value])
     number = float(value) if option == "--tau" else int(value)
     assert f"{option}: expected at least 1, got {number}" in capsys.readouterr().err
 
@@ -86,16 +86,16 @@ def test_numbers_that_sampling_or_a_schedule_cannot_take_are_refused_by_name(
     """As are the others, before a model is made; a temperature of NaN would time no sampled round.
     """
     with pytest.raises(SystemExit, match="2"):
-        bench_round.arguments([option, value])
+        round_cases.arguments([option, value])
     assert f"{option}: expected {expected}, got {value}" in capsys.readouterr().err
 
 
 def test_a_rounds_sampling_controls_are_those_of_the_command_line():
     options = "--temperature 0.7 --top-k 5 --top-p 0.5 --presence-penalty 0.25".split()
-    assert bench_round.arguments(options).controls == SamplingParams(
+    assert round_cases.arguments(options).controls == SamplingParams(
         temperature=0.7, top_k=5, top_p=0.5, presence_penalty=0.25
     )
-    assert bench_round.arguments([]).controls.temperature == 0
+    assert round_cases.arguments([]).controls.temperature == 0
 
 
 @pytest.mark.parametrize("context, lengths", [(40, {16, 8}), (16, {16}), (7, {7})])
@@ -108,7 +108,7 @@ def test_every_length_of_a_chunk_is_compiled_before_the_prefill_is_timed(
         lambda models, params, state, rows, chunk: calls.append(chunk.tokens.shape[1]),
     )
     monkeypatch.setattr(bench_round, "begin", lambda *args: calls.append("timed from here"))
-    args = bench_round.arguments(["--context", str(context), "--chunk", "16"])
+    args = round_cases.arguments(["--context", str(context), "--chunk", "16"])
     models = cases.tiny_models("dense", "dflash2", 3, 1)
     bench_round._prefilled(models, None, None, None, args)
     assert set(calls[: calls.index("timed from here")]) == lengths

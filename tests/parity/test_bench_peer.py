@@ -10,7 +10,7 @@ import pytest
 from dflash_jax import config
 from dflash_jax.config.presets import tiny_draft, tiny_target
 from dflash_jax.weights import hf_config, hf_draft_config
-from scripts import bench_peer, bench_round
+from scripts import bench_peer, bench_round, round_cases
 
 pytestmark = pytest.mark.parity
 
@@ -25,11 +25,11 @@ def args(request, published):
 def test_the_published_loop_publishes_the_schedule(args):
     from scripts import torch_rounds
 
-    pair, counts = bench_peer.build(args), bench_round.accepted_counts(args)
+    pair, counts = bench_peer.build(args), round_cases.accepted_counts(args)
     assert len(set(counts)) > 1
     result = torch_rounds.measure(pair, args.context, args.seed, counts, args.draft_tokens + 1)
     assert result.published == [accepted + 1 for accepted in counts]
-    assert result.tau == np.mean([accepted + 1 for accepted in counts[bench_round.WARMUP :]])
+    assert result.tau == np.mean([accepted + 1 for accepted in counts[round_cases.WARMUP :]])
     assert list(result.steps) == ["draft", "propose", "verify", "accept"]
     assert all(taken > 0 for taken in result.steps.values())
     # Medians of parts, so only about the median of the whole; without the first calls.
@@ -71,19 +71,19 @@ def test_what_is_printed_is_the_run(capsys, published):
     assert bench_peer.main(["--model", "tiny-dflash2", *SMALL, "--tau", "3.3"]) == 0
     printed = capsys.readouterr().out
     total = bench_peer.figure("peer", printed, bench_peer.PEER)
-    counts = bench_round.accepted_counts(SimpleNamespace(tau=3.3, draft_tokens=5, rounds=4))
-    tau = np.mean(counts[bench_round.WARMUP :]) + 1
+    counts = round_cases.accepted_counts(SimpleNamespace(tau=3.3, draft_tokens=5, rounds=4))
+    tau = np.mean(counts[round_cases.WARMUP :]) + 1
     (rate,) = [line for line in printed.splitlines() if "tokens/s" in line]
     assert f"at tau {tau:.2f}:" in rate
     assert float(rate.split()[-1]) == pytest.approx(tau / total * 1e3, rel=0.01)
     assert "blocks of 6;" in printed and "plain: blocks of 1;" in printed
 
 
-@pytest.mark.parametrize("name", bench_round.PAIRS)
+@pytest.mark.parametrize("name", round_cases.PAIRS)
 def test_configs_state_the_official_geometry(name, published):
     from scripts import torch_models
 
-    target, draft = (make() for make in bench_round.PAIRS[name])
+    target, draft = (make() for make in round_cases.PAIRS[name])
     raw = torch_models.target_config(target).to_dict()
     raw["architectures"] = [f"Qwen3_5{'Moe' if target.moe else ''}ForCausalLM"]
     assert target == hf_config.target_config(raw, public_vocab=target.public_vocab, source="here")
