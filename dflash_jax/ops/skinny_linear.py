@@ -100,6 +100,8 @@ def _form(op: str, implementation: str, x, matrix) -> str:
         raise ValueError(
             f"matrix: expected [out, {x.shape[-1]}] {x.dtype}, got {matrix.shape} {matrix.dtype}"
         )
+    if 0 in matrix.shape:
+        raise ValueError(f"matrix: expected at least one row and column, got {matrix.shape}")
     tokens = math.prod(x.shape[:-1])
     few = None if 0 < tokens <= kernel.MAX_TOKENS else f"1..{kernel.MAX_TOKENS} rows, got {tokens}"
     some = None if tokens else "at least one row, got none"

@@ -174,6 +174,8 @@ def _head_form(op: str, implementation: str, hidden, head, lacking: str | None =
         raise ValueError(
             f"head: expected [rows, {width}] {hidden.dtype}, got {head.shape} {head.dtype}"
         )
+    if not width:
+        raise ValueError(f"head: expected at least one column, got {head.shape}")
     many = f"1..{fused.MAX_TOKENS} tokens, got {tokens}"
     whole = lacking if lacking or fused.supports(tokens) else many
     streamed = whole if whole or mosaic.supports(tokens, head) else (

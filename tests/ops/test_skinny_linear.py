@@ -220,3 +220,7 @@ def test_what_does_not_fit_is_an_error():
         skinny_linear(x[:2], matrix, jnp.bfloat16, residual=jnp.ones((2, 8)))
     with pytest.raises(ValueError, match="even number of rows"):
         skinny_swiglu(x, matrix[:7])
+    for call in (plain, skinny_parts, skinny_swiglu):
+        for none in (matrix[:0], matrix[:, :0]):
+            with pytest.raises(ValueError, match="matrix: expected at least one row and column"):
+                call(x[:, : none.shape[1]], none)

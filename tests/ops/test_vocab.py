@@ -189,3 +189,7 @@ def test_impossible_sizes_are_errors():
         vocab.linear_argmax(ONE, head_of([1.0]), public_rows=2, logits_dtype="bfloat16")
     with pytest.raises(ValueError, match="public_rows"):
         vocab.public_argmax(jnp.zeros((1, 4)), 5)
+    with pytest.raises(ValueError, match="head: expected at least one column"):
+        vocab.linear_argmax(
+            jnp.zeros((1, 0)), jnp.zeros((3, 0)), public_rows=2, logits_dtype="bfloat16"
+        )
