@@ -9,6 +9,7 @@ from jax import lax
 
 from dflash_jax.ops.dispatch import choose_form
 from dflash_jax.ops.linear import linear
+from dflash_jax.ops.rounding import rounded
 from dflash_jax.pallas import linear_topk as fused
 from dflash_jax.pallas import mosaic
 from dflash_jax.pallas import vocab as kernel
@@ -141,8 +142,7 @@ def linear_argmax(hidden, head, *, public_rows, logits_dtype, implementation="au
         return found.reshape(hidden.shape[:-1])
     logits = linear(hidden, head, jnp.float32)
     # Explicit: XLA may compare the fp32 values behind a cast, and miss the ties.
-    info = jnp.finfo(logits_dtype)
-    return _lowest_maximum(lax.reduce_precision(logits, info.nexp, info.nmant), public_rows)
+    return _lowest_maximum(rounded(logits, logits_dtype), public_rows)
 
 
 def public_argmax(logits, public_rows):

@@ -180,6 +180,16 @@ def test_j19_public_argmax_reports_rows_without_a_choice(dtype, logits, index, f
     assert index is None or out.index[0] == index
 
 
+@pytest.mark.parametrize("form", ["xla", "interpret"])
+def test_float16_logits_below_its_normal_range_are_told_apart(form):
+    hidden = jnp.full((1, 1), 2.0**-9, jnp.float16)
+    head = jnp.array([[2.0**-9], [2.0**-8], [-1.0]], jnp.float16)
+    out = vocab.linear_argmax(
+        hidden, head, public_rows=3, logits_dtype="float16", implementation=form
+    )
+    assert out.tolist() == [1]
+
+
 def test_impossible_sizes_are_errors():
     with pytest.raises(ValueError, match="k: expected 1..2"):
         topk_of([1.0, 2.0, 3.0], 3, public_rows=2)
