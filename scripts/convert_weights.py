@@ -152,7 +152,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=[*sorted(MATRIX_DTYPES), FP8], default="bfloat16", help="of matrices")
     add("--shards", type=int, default=1, metavar="N", help="chunks of each large leaf, at least")
     add("--dry-run", action="store_true", help="print the plan and write nothing")
-    add("--to-hf", action="store_true", help="write the draft's Hugging Face files to --out")
+    add("--to-hf", action="store_true", help="write the draft's Hugging Face files; needs --target")
     add("--synthetic-gb", type=float, metavar="GB", help="measure memory on a sparse target")
     return options
 

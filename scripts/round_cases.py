@@ -5,6 +5,7 @@ import argparse
 import numpy as np
 
 from dflash_jax import config
+from dflash_jax.config.run import IMPLEMENTATIONS
 from dflash_jax.sampling.params import SamplingParams
 from dflash_jax.steps import Models
 
@@ -39,7 +40,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=20)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--presence-penalty", type=float, default=1.5)
-    parser.add_argument("--implementation", default="auto", help="auto, or xla for XLA alone")
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, default="auto",
+                        help="xla for XLA alone")
     parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16",
                         help="of the target's matrices; fp8 in blocks of 128 x 128")
     parser.add_argument("--seed", type=int, default=0)
