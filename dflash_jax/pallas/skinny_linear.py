@@ -217,11 +217,11 @@ def _products(
     )(*operands)
 
 
-@shared("rounded", "interpret", "plan")
-def swiglu(x, matrix, *, rounded: bool, interpret: bool, plan: Plan | None = None):
+@shared("rounded", "interpret")
+def swiglu(x, matrix, *, rounded: bool, interpret: bool):
     """[T, rows / 2] in x's dtype: SiLU of the first half's product times the second half's."""
     tokens, inner = x.shape[0], matrix.shape[0] // 2
-    plan = plan or Plan.of_halves(tokens, inner, x.shape[1], x.dtype)
+    plan = Plan.of_halves(tokens, inner, x.shape[1], x.dtype)
     tiles = plan.tiles
 
     def kernel(x, matrix, out):
