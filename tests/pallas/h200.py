@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import jax
+import pytest
 from jax.experimental import topologies
 from jax.sharding import (
     AbstractDevice,
@@ -26,6 +27,11 @@ from jax.sharding import (
 
 HAVE_PLUGIN = importlib.util.find_spec("jax_plugins") is not None and (
     importlib.util.find_spec("jax_plugins.xla_cuda13") is not None
+)
+
+NEEDS_PLUGIN = pytest.mark.skipif(
+    not HAVE_PLUGIN,
+    reason="jax's CUDA plugin is not installed: see tests/pallas/h200.py for the command",
 )
 
 # The device as XLA describes one, after the public data sheet and the limits of sm_90.

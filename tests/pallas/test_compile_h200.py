@@ -14,10 +14,6 @@ from tests.pallas.case import F32, shape
 from tests.pallas.kernel_cases import CASES
 
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-NEEDS_PLUGIN = pytest.mark.skipif(
-    not h200.HAVE_PLUGIN,
-    reason="jax's CUDA plugin is not installed: see tests/pallas/h200.py for the command",
-)
 
 
 @BY_NAME
@@ -27,7 +23,7 @@ def test_every_kernel_lowers(case):
     assert all(name in text for name in case.kernels)
 
 
-@NEEDS_PLUGIN
+@h200.NEEDS_PLUGIN
 @BY_NAME
 def test_every_kernel_compiles_without_spills_or_copies(case, capfd, monkeypatch):
     # Mosaic GPU calls ptxas itself, and this makes it say what it found.
@@ -63,7 +59,7 @@ def product(rows: int, step: int, num_warps: int):
     return call, shape(rows, 1024), shape(1024, 128)
 
 
-@NEEDS_PLUGIN
+@h200.NEEDS_PLUGIN
 @pytest.mark.parametrize(
     "sizes, message", [((128, 1024, 4), "Shared memory size limit"), ((128, 64, 1), "spilling")]
 )
